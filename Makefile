@@ -1,0 +1,61 @@
+# A bare machine needs python3 (3.11 to 3.13, with venv and pip), git and make. Only pip uses the network.
+#   make test        everything that CI checks
+#   make demo        the demonstration, into results/demo
+#   make format      rewrite the code in the project's format
+#   make slow        the tests that take long
+#   make benchmark   the benchmarks
+#   make clean       remove what `make` installed and cached (results stay)
+# Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+# The name holds the interpreter, so that another PYTHON makes the environment anew.
+INSTALLED := .venv/installed-with-$(notdir $(PYTHON))
+
+export MPLBACKEND := Agg
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := test
+.PHONY: test demo format slow benchmark clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+		echo "Motley needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1 | tail -n 1);" \
+			"name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "== making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear .venv
+	@echo "== installing Motley and its tools into .venv (about a minute)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: $(INSTALLED)
+	@echo "== ruff"
+	@$(BIN)/python -m ruff check --quiet .
+	@$(BIN)/python -m ruff format --quiet --check . || { \
+		echo "some files are not in the project's format; 'make format' rewrites them:" >&2; \
+		$(BIN)/python -m ruff format --check . >&2; exit 1; }
+	@echo "== mypy"
+	@$(BIN)/python -m mypy
+	@echo "== import arrows"
+	@$(BIN)/lint-imports
+	@echo "== pytest"
+	@$(BIN)/python -m pytest -q
+
+demo: $(INSTALLED)
+	@$(BIN)/motley demo --out results/demo
+	@echo "The results lie in results/demo:"
+	@ls results/demo
+
+format: $(INSTALLED)
+	@$(BIN)/python -m ruff check --quiet --fix .
+	@$(BIN)/python -m ruff format .
+
+slow: $(INSTALLED)
+	@$(BIN)/python -m pytest -q -m slow
+
+benchmark: $(INSTALLED)
+	@if [ -f benchmarks/run.py ]; then $(BIN)/python benchmarks/run.py; else echo "there is no benchmarks/run.py"; fi
+
+clean:
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The questions people ask: command line, sweeps, comparisons, validation, plots, reports."""

@@ -1,0 +1,1 @@
+"""What the world is, and how long things take in it."""

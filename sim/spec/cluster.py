@@ -1,0 +1,409 @@
+"""The cluster: nodes, their GPUs and NICs, the fabric between them, and how all that is read from a cluster file.
+
+The record holds what the user wrote, in SI units. Directed links and paths are derived from it in `sim.cost.network`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
+from sim.spec.reading import InputError, Table, nearest, quantity, read_text, read_yaml
+
+INTRA_KINDS = ("nvlink", "nvswitch", "pcie3", "pcie4", "pcie5")
+NIC_KINDS = ("ethernet", "roce", "infiniband")
+RDMA_KINDS = ("roce", "infiniband")
+
+PCIE_BYTES_PER_S = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 50e9}
+"""What a PCIe x16 link of generation 3, 4, 5 moves in one direction, as measured by host-device copies (nominal 16, 32, 64)."""
+
+PROTOCOL_EFFICIENCY = {
+    "nvlink": 0.78,  # 234.6 GB/s all-reduce bus bandwidth of eight A100s with 300 GB/s (ml-engineering, network/README)
+    "pcie": 1.0,  # PCIE_BYTES_PER_S are effective rates already
+    "infiniband": 0.92,
+    "roce": 0.90,
+    "ethernet": 0.92,  # TCP: 0.1157 GB/s measured over 1 Gbit/s (sailor, RTX 3090 nodes)
+    "tcp": 0.5,  # TCP over a card made for RDMA (IP over InfiniBand, or RoCE to another kind): an assumption
+}
+"""Fraction of its nominal rate that a link carries, by protocol. Large transfers; latency and steps are priced apart."""
+
+INTRA_LATENCY_S = {"nvlink": 3e-6, "nvswitch": 3e-6, "pcie3": 6e-6, "pcie4": 6e-6, "pcie5": 6e-6}
+"""Latency of one step between two GPUs of a node. NVLink: 43.8 us for the 14 steps of a 32 KiB all-reduce of eight A100s
+(ml-engineering, network/README); PCIe: twice that, an assumption."""
+
+
+@dataclass(frozen=True)
+class Intra:
+    """How the GPUs of a node hang together. `bandwidth_bytes_per_s` is per GPU and direction.
+
+    PCIe: `gpus_per_switch` GPUs share one uplink of that rate to their socket; traffic between sockets shares
+    `host_bandwidth_bytes_per_s` per direction.
+    """
+
+    kind: str
+    bandwidth_bytes_per_s: float
+    gpus_per_switch: int = 4
+    sockets: int = 2
+    host_bandwidth_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    @property
+    def is_nvlink(self) -> bool:
+        """Whether the GPUs talk over NVLink, directly or through a switch."""
+        return self.kind in ("nvlink", "nvswitch")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """The network cards of a node: `count` of them, each of `bandwidth_bytes_per_s` per direction.
+
+    `ethernet_bytes_per_s` is the rate of the node's Ethernet beside an RDMA card; None = TCP runs over the card itself.
+    """
+
+    kind: str
+    bandwidth_bytes_per_s: float
+    count: int = 1
+    ethernet_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: `gpus` GPUs of one kind, their interconnect, NICs (None = it cannot talk to others), site and rack."""
+
+    name: str
+    gpu: GpuKind
+    gpus: int
+    intra: Intra
+    nic: Nic | None = None
+    site: str = ""
+    rack: str | None = None
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The network between nodes: one-way latency end to end, and how many times the racks' uplinks are oversubscribed.
+
+    A node without a rack is a rack of its own. `protocol_efficiency` overrides entries of PROTOCOL_EFFICIENCY.
+    """
+
+    latency_s: float = 0.0
+    oversubscription: float = 1.0
+    protocol_efficiency: tuple[tuple[str, float], ...] = ()
+
+    def efficiency(self, protocol: str) -> float:
+        """Fraction of its nominal rate that a link of this protocol carries."""
+        return dict(self.protocol_efficiency).get(protocol, PROTOCOL_EFFICIENCY[protocol])
+
+
+@dataclass(frozen=True)
+class WideAreaLink:
+    """A link between two sites, of this rate in each direction."""
+
+    between: tuple[str, str]
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class BandwidthMatrix:
+    """Measured rates between senders (rows) and receivers (columns), all nodes or all devices; they cap the pairs."""
+
+    names: tuple[str, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    """[sender][receiver]; the diagonal is infinite."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: its name (`node/index`), its node, its index there."""
+
+    name: str
+    node: Node
+    index: int
+
+    @property
+    def gpu(self) -> GpuKind:
+        """Its kind."""
+        return self.node.gpu
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes and the network between them. Raises InputError for names that stand twice and sites without a link."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    fabric: Fabric = field(default_factory=Fabric)
+    wan: tuple[WideAreaLink, ...] = ()
+    bandwidth_matrix: BandwidthMatrix | None = None
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise InputError(f"cluster {self.name!r}: a cluster has at least one node, but got none")
+        names = [node.name for node in self.nodes]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"cluster {self.name!r}: node names are unique, but {name!r} stands {names.count(name)} times")
+        sites = {node.site for node in self.nodes}
+        for link in self.wan:
+            for site in link.between:
+                if site not in sites:
+                    known = ", ".join(sorted(str(known) for known in sites))
+                    raise InputError(f"cluster {self.name!r}: wan joins the site {site!r}, but the nodes' sites are {known}")
+            if link.between[0] == link.between[1]:
+                raise InputError(f"cluster {self.name!r}: wan joins two sites, but got {link.between[0]!r} twice")
+        pairs = [frozenset(link.between) for link in self.wan]
+        for link in self.wan:
+            if pairs.count(frozenset(link.between)) > 1:
+                raise InputError(f"cluster {self.name!r}: wan joins {link.between[0]!r} and {link.between[1]!r} more than once")
+        reached = {self.nodes[0].site}
+        while grown := {s for link in self.wan for s in link.between if reached & set(link.between)} - reached:
+            reached |= grown
+        for node in self.nodes:
+            if node.site not in reached:
+                where = [f"{site!r}" if site else "no site" for site in (node.site, self.nodes[0].site)]
+                raise InputError(
+                    f"cluster {self.name!r}: every two sites need a wan path, but node {node.name!r} ({where[0]}) "
+                    f"has none to node {self.nodes[0].name!r} ({where[1]})"
+                )
+            if node.nic is None and len(self.nodes) > 1:
+                raise InputError(
+                    f"cluster {self.name!r}: node {node.name!r} has no nic, but the cluster has {len(self.nodes)} nodes"
+                )
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """All GPUs, in the order of the file."""
+        return tuple(Device(f"{node.name}/{index}", node, index) for node in self.nodes for index in range(node.gpus))
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    def device(self, name: str) -> Device:
+        """The GPU of this name. Raises InputError where there is none."""
+        if name not in self._by_name:
+            raise InputError(
+                f"device {name!r} is not in cluster {self.name!r}, which has {self._summary()}{nearest(name, self._by_name)}"
+            )
+        return self._by_name[name]
+
+    def _summary(self) -> str:
+        """The devices in short, such as 'a100/0-7, rtx4090-0/0-7 and 2 more nodes'."""
+        shown = [f"{node.name}/0-{node.gpus - 1}" if node.gpus > 1 else f"{node.name}/0" for node in self.nodes[:4]]
+        more = f" and {len(self.nodes) - 4} more nodes" if len(self.nodes) > 4 else ""
+        return ", ".join(shown) + more
+
+    def peak_flop_per_s(self, precision: str, devices: tuple[str, ...] | None = None) -> float:
+        """Sum of the peaks at this precision of the given devices, or of all; a kind without the precision adds nothing."""
+        chosen = self.devices if devices is None else [self.device(name) for name in devices]
+        return sum(device.gpu.peak(precision) or 0.0 for device in chosen)
+
+    def without_nodes(self, names: set[str]) -> Cluster:
+        """This cluster without some of its nodes, their rows and columns in the matrix, and sites that have no node left."""
+        nodes = tuple(node for node in self.nodes if node.name not in names)
+        sites = {node.site for node in nodes}
+        wan = tuple(link for link in self.wan if sites.issuperset(link.between))
+        matrix = self.bandwidth_matrix
+        if matrix is not None:
+            kept = [i for i, name in enumerate(matrix.names) if name.split("/")[0] not in names]
+            rows = tuple(tuple(matrix.bytes_per_s[i][j] for j in kept) for i in kept)
+            matrix = BandwidthMatrix(tuple(matrix.names[i] for i in kept), rows)
+        return replace(self, nodes=nodes, wan=wan, bandwidth_matrix=matrix)
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster of a YAML file. Raises InputError that names the file, the key, the value and what is accepted."""
+    table = Table(read_yaml(path), str(path))
+    name = table.text("name")
+    kinds: dict[str, GpuKind] = {}
+    if "gpu_kinds" in table:
+        entries = table.table("gpu_kinds")
+        for kind_name in entries.keys():  # noqa: SIM118 - Table.keys also marks the keys as asked for
+            base = next((kind for kind in catalogue().values() if fold(kind_name) in map(fold, (kind.name, *kind.aliases))), None)
+            kind = read_gpu_kind(base.name if base else kind_name, entries.table(kind_name), base)
+            spellings = [fold(alias) for alias in (kind.name, *kind.aliases)]
+            if any(spelling in kinds for spelling in spellings):
+                raise entries.error(kind_name, f"{kind.name} is described twice")
+            kinds |= dict.fromkeys(spellings, kind)
+        entries.close()
+    nodes = [node for entry in table.tables("nodes", minimum=1) for node in _read_nodes(entry, kinds)]
+    fabric = Fabric()
+    if "fabric" in table:
+        entry = table.table("fabric")
+        efficiency: tuple[tuple[str, float], ...] = ()
+        if "protocol_efficiency" in entry:
+            by_protocol = entry.table("protocol_efficiency")
+            found = {key: by_protocol.number(key, None, 0.01, 1.0) for key in PROTOCOL_EFFICIENCY}
+            efficiency = tuple((key, value) for key, value in found.items() if value is not None)
+            by_protocol.close()
+        fabric = Fabric(
+            latency_s=entry.quantity("latency", "time", 0.0, zero=True),
+            oversubscription=entry.number("oversubscription", 1.0, minimum=1.0),
+            protocol_efficiency=efficiency,
+        )
+        entry.close()
+    wan = tuple(_read_wan(entry) for entry in table.tables("wan", []))
+    matrix_file = table.text("bandwidth_matrix", None)
+    table.close()
+    matrix = None
+    if matrix_file is not None:
+        matrix = read_bandwidth_matrix(Path(path).parent / matrix_file, tuple(nodes))
+    try:
+        return Cluster(name, tuple(nodes), fabric, wan, matrix)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:
+    """The `count` nodes that one entry of `nodes` stands for."""
+
+    def kind(value: object) -> GpuKind:
+        if not isinstance(value, str):
+            raise ValueError
+        return kinds.get(fold(value)) or gpu_kind(value)
+
+    name = entry.text("name")
+    if any(letter in "/," or letter.isspace() for letter in name):
+        raise entry.error("name", f"a node name has no '/', comma or space, which separate device names, but got {name!r}")
+    count = entry.integer("count", 1, minimum=1)
+    gpu = entry.get("gpu", kind, "the name of a GPU kind")
+    gpus = entry.integer("gpus", minimum=1)
+    node = Node(
+        name=name,
+        gpu=gpu,
+        gpus=gpus,
+        intra=_read_intra(entry, gpu),
+        nic=_read_nic(entry.table("nic"), gpus) if "nic" in entry else None,
+        site=entry.text("site", ""),
+        rack=entry.text("rack", None),
+    )
+    entry.close()
+    return [node] if count == 1 else [replace(node, name=f"{name}-{i}") for i in range(count)]
+
+
+def _read_intra(entry: Table, gpu: GpuKind) -> Intra:
+    """The interconnect inside a node, with its defaults from the kind of link and of GPU."""
+    as_text = isinstance(entry.get("intra", lambda value: value, "an interconnect"), str)
+    table = Table({"kind": entry.text("intra")}, entry.where, f"{entry.at}.intra") if as_text else entry.table("intra")
+    try:
+        kind = table.choice("kind", INTRA_KINDS)
+    except InputError as error:
+        if as_text:
+            raise InputError(str(error).replace(".intra.kind:", ".intra:")) from None
+        raise
+    default = gpu.nvlink_bytes_per_s if kind in ("nvlink", "nvswitch") else PCIE_BYTES_PER_S[kind]
+    if default is None and "bandwidth" not in table:
+        raise entry.error(
+            "intra",
+            f"{gpu.name} has no NVLink rate in the catalogue, but got {kind!r}; "
+            "accepted: a pcie kind, or {kind: nvlink, bandwidth: RATE}",
+        )
+    bandwidth = table.quantity("bandwidth", "bandwidth", default)
+    intra = Intra(
+        kind=kind,
+        bandwidth_bytes_per_s=bandwidth,
+        gpus_per_switch=table.integer("gpus_per_switch", 4, minimum=1),
+        sockets=table.integer("sockets", 2, minimum=1),
+        host_bandwidth_bytes_per_s=table.quantity("host_bandwidth", "bandwidth", bandwidth),
+        latency_s=table.quantity("latency", "time", INTRA_LATENCY_S[kind], zero=True),
+    )
+    table.close()
+    return intra
+
+
+def _read_nic(table: Table, gpus: int) -> Nic:
+    """The network cards of a node."""
+    nic = Nic(
+        kind=table.choice("kind", NIC_KINDS),
+        bandwidth_bytes_per_s=table.quantity("bandwidth", "bandwidth"),
+        count=table.integer("count", 1, minimum=1),
+        ethernet_bytes_per_s=table.quantity("ethernet", "bandwidth", None),
+    )
+    if nic.count > gpus:
+        raise table.error("count", f"a NIC serves at least one GPU, but got {nic.count} NICs for {gpus} GPUs")
+    if nic.ethernet_bytes_per_s is not None and nic.kind == "ethernet":
+        raise table.error("ethernet", "is the rate of the Ethernet beside an RDMA card, but the nic is of kind ethernet itself")
+    table.close()
+    return nic
+
+
+def _read_wan(table: Table) -> WideAreaLink:
+    """One link between two sites."""
+    ends = table.items("between", minimum=2)
+    if len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+        raise table.error("between", f"expected the names of two sites, but got {ends!r}")
+    link = WideAreaLink(
+        between=(ends[0], ends[1]),
+        bandwidth_bytes_per_s=table.quantity("bandwidth", "bandwidth"),
+        latency_s=table.quantity("latency", "time", 0.0, zero=True),
+    )
+    table.close()
+    return link
+
+
+def read_bandwidth_matrix(path: str | Path, nodes: tuple[Node, ...]) -> BandwidthMatrix:
+    """The matrix of a CSV file whose first row and column are all node names or all device names, row = sender.
+
+    The corner cell is the unit, such as 'GB/s'; the diagonal is empty. Raises InputError for another size, names that are
+    not the cluster's, and rates that are missing, zero, negative or no numbers.
+    """
+    rows = [row for row in csv.reader(read_text(path).splitlines()) if any(cell.strip() for cell in row)]
+    if not rows:
+        raise InputError(f"{path}: is empty; expected a matrix whose first row and column are all node or all device names")
+    unit, columns = rows[0][0].strip(), [cell.strip() for cell in rows[0][1:]]
+    try:
+        factor = quantity(f"1 {unit}", "bandwidth")
+    except InputError:
+        raise InputError(
+            f"{path}: the corner cell is the unit of the rates, such as 'GB/s' or 'Gbit/s', but got {unit!r}"
+        ) from None
+    names = [row[0].strip() for row in rows[1:]]
+    of_nodes = [node.name for node in nodes]
+    of_devices = [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)]
+    expected = of_devices if any("/" in name for name in columns) else of_nodes
+    what = "device" if expected is of_devices else "node"
+    for found, place in ((columns, "first row"), (names, "first column")):
+        for name in found:
+            if name not in expected:
+                raise InputError(
+                    f"{path}: the {place} names {name!r}, which is no {what} of the cluster{nearest(name, expected)}"
+                )
+            if found.count(name) > 1:
+                raise InputError(f"{path}: the {place} names {name!r} {found.count(name)} times")
+        if len(found) != len(expected):
+            missing = next(name for name in expected if name not in found)
+            raise InputError(
+                f"{path}: the {place} names all {len(expected)} {what}s of the cluster, but {len(found)} are there; "
+                f"the first missing is {missing!r}"
+            )
+    by_pair: dict[tuple[str, str], float] = {}
+    for row, sender in zip(rows[1:], names, strict=True):
+        cells = [cell.strip() for cell in row[1:]]
+        if len(cells) != len(columns):
+            raise InputError(f"{path}: the row {sender!r} has {len(cells)} rates, but there are {len(columns)} columns")
+        for receiver, cell in zip(columns, cells, strict=True):
+            if sender == receiver:
+                if cell not in ("", "-"):
+                    raise InputError(f"{path}: the diagonal is empty, but the cell of {sender!r} to itself holds {cell!r}")
+                by_pair[sender, receiver] = math.inf
+                continue
+            try:
+                rate = float(cell)
+            except ValueError:
+                rate = math.nan
+            if not (math.isfinite(rate) and rate > 0):
+                raise InputError(
+                    f"{path}: every rate is a number above zero, but the one from {sender!r} to {receiver!r} is "
+                    f"{cell if cell else 'missing'}"
+                )
+            by_pair[sender, receiver] = rate * factor
+    return BandwidthMatrix(tuple(expected), tuple(tuple(by_pair[a, b] for b in expected) for a in expected))

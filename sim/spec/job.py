@@ -1,0 +1,42 @@
+"""The job: what is to be trained, and how much of it makes one iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.spec.gpu import PRECISIONS
+from sim.spec.reading import InputError
+from sim.spec.transformer import Transformer
+
+OPTIMIZERS = ("adamw", "sgd")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model trained with sequences of `sequence_length` tokens, `global_batch` of them in one iteration."""
+
+    model: Transformer
+    sequence_length: int
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name, value in (("sequence length", self.sequence_length), ("global batch", self.global_batch)):
+            if value < 1:
+                raise InputError(f"the {name} is at least 1, but got {value}")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"unknown precision {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"unknown optimizer {self.optimizer!r}; accepted: {', '.join(OPTIMIZERS)}")
+        model = self.model
+        if model.position == "learned" and self.sequence_length > model.max_positions:
+            raise InputError(
+                f"{model.name} has learned positions for {model.max_positions} tokens, but the sequence length is "
+                f"{self.sequence_length}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one iteration."""
+        return self.sequence_length * self.global_batch

@@ -1,0 +1,353 @@
+"""The plan: which devices hold which layers, in which pipelines, and how each iteration's batch flows through them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sim.spec.gpu import PRECISIONS
+from sim.spec.job import OPTIMIZERS, Job
+from sim.spec.reading import InputError, Table, parse_json, read_text
+from sim.spec.transformer import Transformer, read_transformer, to_table, transformer
+
+FORMAT = "motley-plan/1"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTE = ("none", "selective", "full")
+GRADIENT_PRECISIONS = ("fp32", "bf16")
+
+LayerRange = tuple[int, int]
+"""`(start, stop)`, the layers start, start + 1, ..., stop - 1."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One tensor-parallel group of a stage and how many sequences of every micro-batch it takes."""
+
+    devices: tuple[str, ...]
+    sequences: int
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many devices share each layer (context parallelism not divided out)."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some layers and the replicas that hold them, each all of them. `recompute_layers` is None for all, with 'full'."""
+
+    replicas: tuple[Replica, ...]
+    layers: tuple[LayerRange, ...]
+    recompute: str = "none"
+    recompute_layers: int | None = None
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers the stage holds."""
+        return sum(stop - start for start, stop in self.layers)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of all its replicas."""
+        return tuple(device for replica in self.replicas for device in replica.devices)
+
+    def recomputed(self) -> dict[str, int]:
+        """How many of the stage's layers are kept under each recompute mode, as {'none': n, 'selective': n, 'full': n}."""
+        counts = dict.fromkeys(RECOMPUTE, 0)
+        full = self.layer_count if self.recompute_layers is None else min(self.recompute_layers, self.layer_count)
+        if self.recompute == "full":
+            counts["full"], counts["none"] = full, self.layer_count - full
+        else:
+            counts[self.recompute] = self.layer_count
+        return counts
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One copy of the model: its stages in layer order, and the micro-batches it takes in one iteration."""
+
+    micro_batch: int
+    micro_batches: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences it takes in one iteration."""
+        return self.micro_batch * self.micro_batches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides how a job runs on a cluster. Raises InputError where it contradicts itself.
+
+    What needs the cluster or the model to judge (memory, precision, heads) is a judge's answer, not an error here.
+    """
+
+    cluster: str
+    model: str | Transformer
+    sequence_length: int
+    global_batch: int
+    pipelines: tuple[Pipeline, ...]
+    precision: str = "bf16"
+    schedule: str = "1f1b"
+    zero_stage: int = 1
+    sequence_parallel: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    shard_group: int | None = None
+    overlap_gradients: bool = True
+    gradient_precision: str = "fp32"
+    offload_optimizer: bool = False
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def transformer(self) -> Transformer:
+        """The model: the preset of this name, or the fields given inline."""
+        return transformer(self.model) if isinstance(self.model, str) else self.model
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """All devices it uses, pipeline by pipeline, stage by stage."""
+        return tuple(device for pipeline in self.pipelines for stage in pipeline.stages for device in stage.devices)
+
+    def job(self) -> Job:
+        """The job it was made for."""
+        return Job(self.transformer, self.sequence_length, self.global_batch, self.precision, self.optimizer)
+
+    def to_json(self) -> str:
+        """The text of its file: every field but those at their defaults, one stage a line."""
+        return _written(self)
+
+    def replicas(self) -> Iterator[tuple[int, int, int, Replica]]:
+        """Every replica with the indices of its pipeline, its stage there, and itself there."""
+        for p, pipeline in enumerate(self.pipelines):
+            for s, stage in enumerate(pipeline.stages):
+                for r, replica in enumerate(stage.replicas):
+                    yield p, s, r, replica
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(plan: Plan) -> None:
+    """Raises InputError for the first contradiction inside the plan."""
+    if not plan.pipelines:
+        raise InputError("a plan has at least one pipeline, but got none")
+    choices: dict[str, tuple[object, ...]] = {
+        "precision": PRECISIONS,
+        "schedule": SCHEDULES,
+        "zero_stage": ZERO_STAGES,
+        "gradient_precision": GRADIENT_PRECISIONS,
+        "optimizer": OPTIMIZERS,
+    }
+    for name, accepted in choices.items():
+        if getattr(plan, name) not in accepted:
+            raise InputError(f"{name} is one of {', '.join(map(str, accepted))}, but got {getattr(plan, name)!r}")
+    layers = plan.transformer.layers
+    terms = [f"{p.micro_batch} x {p.micro_batches}" for p in plan.pipelines]
+    total = sum(pipeline.sequences for pipeline in plan.pipelines)
+    if total != plan.global_batch:
+        shown = " + ".join(terms[:6]) + (" + ..." if len(terms) > 6 else "")
+        raise InputError(
+            f"micro_batch x micro_batches must sum to the global batch {plan.global_batch} over the pipelines, "
+            f"but got {shown} = {total}"
+        )
+    seen: dict[str, str] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for name in ("micro_batch", "micro_batches"):
+            if getattr(pipeline, name) < 1:
+                raise InputError(f"pipelines[{p}]: {name} is at least 1, but got {getattr(pipeline, name)}")
+        _check_layers(pipeline, layers, p)
+        for s, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{p}].stages[{s}]"
+            shares = sum(replica.sequences for replica in stage.replicas)
+            if shares != pipeline.micro_batch:
+                raise InputError(
+                    f"{where}: the replicas' sequences must sum to the micro_batch {pipeline.micro_batch}, but got "
+                    + " + ".join(str(replica.sequences) for replica in stage.replicas)
+                    + f" = {shares}"
+                )
+            if stage.recompute not in RECOMPUTE or (stage.recompute_layers is not None and stage.recompute != "full"):
+                got = stage.recompute if stage.recompute_layers is None else f"{stage.recompute}: {stage.recompute_layers}"
+                raise InputError(f"{where}: recompute is none, selective, full or full: NUMBER OF LAYERS, but got {got}")
+            for device in stage.devices:
+                if device in seen:
+                    raise InputError(f"{where}: device {device!r} is used twice; {seen[device]} has it already")
+                seen[device] = where
+            for replica in stage.replicas:
+                if replica.sequences < 1 or not replica.devices:
+                    raise InputError(
+                        f"{where}: a replica has at least one device and one sequence, but got {len(replica.devices)} devices "
+                        f"and {replica.sequences} sequences"
+                    )
+                if len(replica.devices) % plan.context_parallel:
+                    raise InputError(
+                        f"{where}: the devices of a replica must divide by context_parallel {plan.context_parallel}, "
+                        f"but there are {len(replica.devices)}"
+                    )
+
+
+def _check_layers(pipeline: Pipeline, layers: int, p: int) -> None:
+    """Raises InputError unless the stages' layer ranges cover 0..layers once, without a gap."""
+    held = sorted((r, s) for s, stage in enumerate(pipeline.stages) for r in stage.layers)
+    shown = ", ".join("+".join(f"[{a}, {b}]" for a, b in stage.layers) for stage in pipeline.stages)
+    here = f"pipelines[{p}]: stage layers must cover 0 to {layers} without gap or overlap"
+    at = 0
+    for (start, stop), s in held:
+        if not 0 <= start <= stop <= layers:
+            raise InputError(f"{here}, but stage {s} has [{start}, {stop}]")
+        if start == stop and start not in (0, layers):
+            raise InputError(f"{here}, and only an end stage may be empty, but stage {s} has [{start}, {stop}]")
+        if start != at:
+            what = f"layers {at} to {start} are missing" if start > at else f"layers {start} to {min(at, stop)} are held twice"
+            raise InputError(f"{here}, but {what} (the stages have {shown})")
+        at = stop
+    if at != layers:
+        raise InputError(f"{here}, but layers {at} to {layers} are missing (the stages have {shown})")
+    for end in (0, layers):
+        if sum(r == (end, end) for r, _ in held) > 1:
+            raise InputError(f"{here}, but more than one stage has the empty range [{end}, {end}]")
+
+
+# --- Reading and writing ---------------------------------------------------------------------------------------------
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan of a JSON file. Raises InputError that names the file, the key, the value and what is accepted."""
+    return parse_plan(read_text(path), str(path))
+
+
+def parse_plan(text: str, where: str = "plan") -> Plan:
+    """The plan of a JSON text. Raises InputError as `read_plan` does."""
+    table = Table(parse_json(text, where), where)
+    table.choice("format", [FORMAT])
+    micro: list[Pipeline] = []
+    for entry in table.tables("pipelines", minimum=1):
+        micro_batch = entry.integer("micro_batch", minimum=1)
+        pipeline = Pipeline(
+            micro_batch=micro_batch,
+            micro_batches=entry.integer("micro_batches", minimum=1),
+            stages=tuple(_read_stage(stage, micro_batch) for stage in entry.tables("stages", minimum=1)),
+        )
+        entry.close()
+        micro.append(pipeline)
+    model = table.get("model", lambda value: value, "a preset name or the fields of a transformer")
+    model = read_transformer(table.table("model")) if isinstance(model, dict) else table.text("model")
+    values: dict[str, Any] = {
+        "cluster": table.text("cluster"),
+        "model": model,
+        "sequence_length": table.integer("sequence_length", minimum=1),
+        "global_batch": table.integer("global_batch", minimum=1),
+        "precision": table.choice("precision", PRECISIONS, "bf16"),
+        "schedule": table.choice("schedule", SCHEDULES, "1f1b"),
+        "zero_stage": table.choice("zero_stage", ZERO_STAGES, 1),
+        "sequence_parallel": table.flag("sequence_parallel", False),
+        "context_parallel": table.integer("context_parallel", 1, minimum=1),
+        "expert_parallel": table.integer("expert_parallel", 1, minimum=1),
+        "overlap_gradients": table.flag("overlap_gradients", True),
+        "gradient_precision": table.choice("gradient_precision", GRADIENT_PRECISIONS, "fp32"),
+        "offload_optimizer": table.flag("offload_optimizer", False),
+        "optimizer": table.choice("optimizer", OPTIMIZERS, "adamw"),
+    }
+    shard_group = table.get("shard_group", lambda value: value, "a number of devices or null", None)
+    values["shard_group"] = None if shard_group is None else table.integer("shard_group", minimum=1)
+    table.close()
+    try:
+        return Plan(pipelines=tuple(micro), **values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _read_stage(table: Table, micro_batch: int) -> Stage:
+    """One stage; its `devices` stand for one replica that takes every micro-batch whole."""
+
+    def layers(value: object) -> tuple[LayerRange, ...]:
+        if not isinstance(value, list) or not value:
+            raise ValueError
+        ranges = value if isinstance(value[0], list) else [value]
+        for r in ranges:
+            if not isinstance(r, list) or len(r) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in r):
+                raise ValueError
+        return tuple((r[0], r[1]) for r in ranges)
+
+    def recompute(value: object) -> tuple[str, int | None]:
+        if isinstance(value, str) and value in RECOMPUTE:
+            return value, None
+        if isinstance(value, dict) and list(value) == ["full"] and type(value["full"]) is int and value["full"] >= 0:
+            return "full", value["full"]
+        raise ValueError
+
+    if ("devices" in table) == ("replicas" in table):
+        both = "both" if "devices" in table else "neither"
+        raise table.error("devices", f"a stage has either devices or replicas, but got {both}")
+    if "devices" in table:
+        replicas = [Replica(_read_devices(table), micro_batch)]
+    else:
+        replicas = []
+        for entry in table.tables("replicas", minimum=1):
+            replicas.append(Replica(_read_devices(entry), entry.integer("sequences", minimum=1)))
+            entry.close()
+    mode, count = table.get("recompute", recompute, "none, selective, full or {full: NUMBER OF LAYERS}", ("none", None))
+    stage = Stage(tuple(replicas), table.get("layers", layers, "[start, stop] or a list of such ranges"), mode, count)
+    table.close()
+    return stage
+
+
+def _read_devices(table: Table) -> tuple[str, ...]:
+    """The device names of one replica."""
+    devices = table.items("devices", minimum=1)
+    for device in devices:
+        if not isinstance(device, str):
+            raise table.error("devices", f"expected device names such as 'a100/0', but got {device!r}")
+    return tuple(devices)
+
+
+def _written(plan: Plan) -> str:
+    """The JSON text of a plan."""
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "cluster": plan.cluster,
+        "model": plan.model if isinstance(plan.model, str) else to_table(plan.model),
+        "sequence_length": plan.sequence_length,
+        "global_batch": plan.global_batch,
+        "precision": plan.precision,
+        "schedule": plan.schedule,
+        "zero_stage": plan.zero_stage,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+    defaults = Plan.__dataclass_fields__
+    for name in ("context_parallel", "expert_parallel", "shard_group", "overlap_gradients", "gradient_precision"):
+        if getattr(plan, name) != defaults[name].default:
+            head[name] = getattr(plan, name)
+    for name in ("offload_optimizer", "optimizer"):
+        if getattr(plan, name) != defaults[name].default:
+            head[name] = getattr(plan, name)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = ",\n".join(f"      {json.dumps(_stage_table(stage))}" for stage in pipeline.stages)
+        pipelines.append(
+            f'    {{"micro_batch": {pipeline.micro_batch}, "micro_batches": {pipeline.micro_batches}, "stages": [\n{stages}]}}'
+        )
+    return "{\n" + "\n".join(lines) + '\n  "pipelines": [\n' + ",\n".join(pipelines) + "]\n}\n"
+
+
+def _stage_table(stage: Stage) -> dict[str, Any]:
+    """The plain values of one stage."""
+    table: dict[str, Any] = {}
+    if len(stage.replicas) == 1:
+        table["devices"] = list(stage.replicas[0].devices)
+    else:
+        table["replicas"] = [{"devices": list(r.devices), "sequences": r.sequences} for r in stage.replicas]
+    ranges = [list(r) for r in stage.layers]
+    table["layers"] = ranges[0] if len(ranges) == 1 else ranges
+    table["recompute"] = stage.recompute if stage.recompute_layers is None else {"full": stage.recompute_layers}
+    return table

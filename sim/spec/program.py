@@ -1,0 +1,534 @@
+"""The program: one instruction stream per lane, what each instruction waits for, and a text form that round-trips.
+
+A lane is one replica of one stage of one pipeline, a tensor-parallel group. It executes its instructions in order. Sends,
+gradient reductions and parameter gathers go on beside what follows them; every other instruction ends before the next
+begins. The simulator and the torch runtime interpret the same programs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from sim.spec.plan import LayerRange
+from sim.spec.reading import InputError
+
+FORMAT = "motley-program/1"
+
+Sequences = tuple[int, int]
+"""`(start, stop)`, a share of every micro-batch's sequences."""
+
+
+# --- Instructions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Roughly: `activation[micro_batch] = layers(activation[micro_batch])`, keeping what the backward needs."""
+
+    micro_batch: int
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Both halves of the backward at once: the gradient of the input, and the weights' gradients accumulated."""
+
+    micro_batch: int
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The gradient of the layers' input alone; includes the recomputation, where there is one."""
+
+    micro_batch: int
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The weights' gradients alone, after the BackwardInput of the same micro-batch."""
+
+    micro_batch: int
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Sends the activation that enters `layer`, of some sequences of a micro-batch, to the peer lane; does not block."""
+
+    micro_batch: int
+    layer: int
+    peer: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class RecvActivation:
+    """Waits for the activation that enters `layer`, of some sequences of a micro-batch, from the peer lane."""
+
+    micro_batch: int
+    layer: int
+    peer: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Sends the gradient of the activation that enters `layer` back to the lane it came from; does not block."""
+
+    micro_batch: int
+    layer: int
+    peer: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGradient:
+    """Waits for the gradient of the activation that this lane sent."""
+
+    micro_batch: int
+    layer: int
+    peer: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients:
+    """Sums the gradients of some layers over every lane that holds them (scattered, under ZeRO); does not block.
+
+    `(0, 0)` stands for the embedding, `(n, n)` for the head of a model of n layers. `micro_batch` is None where the
+    gradients of all micro-batches are reduced at once. It starts when every lane with an equal instruction has come to it.
+    """
+
+    layers: LayerRange
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParameters:
+    """Gathers the parameters of some layers from the lanes that hold shards of them; does not block.
+
+    After the optimizer step (`micro_batch` None), or, under ZeRO 3, before the forward or backward of a micro-batch.
+    """
+
+    layers: LayerRange
+    micro_batch: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Updates the parameters from the reduced gradients (its shard of them, under ZeRO)."""
+
+
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+Send: TypeAlias = SendActivation | SendGradient
+Recv: TypeAlias = RecvActivation | RecvGradient
+Collective: TypeAlias = ReduceGradients | GatherParameters
+Instruction: TypeAlias = Compute | Send | Recv | Collective | OptimizerStep
+
+INSTRUCTIONS: tuple[type[Instruction], ...] = (
+    Forward,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    SendActivation,
+    RecvActivation,
+    SendGradient,
+    RecvGradient,
+    ReduceGradients,
+    GatherParameters,
+    OptimizerStep,
+)
+"""Every instruction type; an interpreter covers all of them."""
+
+
+# --- Lanes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What crosses from lane to lane at one layer boundary: some sequences of every micro-batch."""
+
+    layer: int
+    peer: str
+    sequences: Sequences
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One tensor-parallel group with its layers, its share of each micro-batch, its neighbours and its instructions.
+
+    `buckets` are the layer ranges, in layer order, in which gradients are reduced. `split` says which backwards are emitted
+    bucket by bucket: "none", "last" (that of the last micro-batch, so that reductions overlap it) or "all" (ZeRO 3, whose
+    forwards are split too).
+    """
+
+    name: str
+    pipeline: int
+    stage: int
+    replica: int
+    devices: tuple[str, ...]
+    layers: tuple[LayerRange, ...]
+    sequences: Sequences
+    micro_batches: int
+    embedding: bool
+    head: bool
+    previous: tuple[Edge, ...] = ()
+    next: tuple[Edge, ...] = ()
+    buckets: tuple[LayerRange, ...] = ()
+    split: str = "none"
+    instructions: tuple[Instruction, ...] = field(default=(), repr=False)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many devices share each layer."""
+        return len(self.devices)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether its backwards come in input and weight halves."""
+        return any(isinstance(instruction, BackwardInput) for instruction in self.instructions)
+
+    def parts(self, layers: LayerRange, micro_batch: int, backward: bool) -> tuple[LayerRange, ...]:
+        """The ranges, in layer order, that one chunk's forward or backward of a micro-batch is emitted in."""
+        if self.split == "none" or (self.split == "last" and not (backward and micro_batch == self.micro_batches - 1)):
+            return (layers,)
+        inside = tuple(b for b in self.buckets if layers[0] <= b[0] and b[1] <= layers[1])
+        return inside or (layers,)
+
+    def chunk(self, layer: int) -> LayerRange:
+        """The lane's layer range that holds this layer."""
+        return next((r for r in self.layers if r[0] <= layer < r[1]), self.layers[0])
+
+    def part(self, layer: int, micro_batch: int, backward: bool) -> LayerRange:
+        """The range that holds this layer in the forward or backward of a micro-batch (an end of the chunk, beyond it)."""
+        parts = self.parts(self.chunk(layer), micro_batch, backward)
+        return next((r for r in parts if r[0] <= layer < r[1]), parts[-1] if layer >= parts[-1][1] else parts[0])
+
+
+@dataclass(frozen=True)
+class Program:
+    """The lanes of a plan, in pipeline, stage and replica order."""
+
+    lanes: tuple[Lane, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Lane]:
+        """The lanes by their names."""
+        return {lane.name: lane for lane in self.lanes}
+
+    @cached_property
+    def members(self) -> Mapping[Collective, tuple[str, ...]]:
+        """The lanes that take part in each collective instruction, in lane order."""
+        members: dict[Collective, list[str]] = {}
+        for lane in self.lanes:
+            for instruction in lane.instructions:
+                if isinstance(instruction, (ReduceGradients, GatherParameters)):
+                    members.setdefault(instruction, []).append(lane.name)
+        return {instruction: tuple(lanes) for instruction, lanes in members.items()}
+
+    @property
+    def instruction_count(self) -> int:
+        """How many instructions all lanes have."""
+        return sum(len(lane.instructions) for lane in self.lanes)
+
+
+# --- The dependency rule ---------------------------------------------------------------------------------------------
+
+
+def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instruction]]:
+    """What must have ended before an instruction of this lane can begin, as (lane name, instruction).
+
+    The one rule for the compiler's checks, both interpreters and the plots. It leaves out the lane's own order (see the
+    head of this file) and that a collective waits for all its members.
+    """
+    here = lane.name
+    match instruction:
+        case Forward(m, (start, _) as part):
+            first = start == lane.chunk(start)[0]
+            found: list[tuple[str, Instruction]] = []
+            if first:
+                found += [(here, RecvActivation(m, e.layer, e.peer, e.sequences)) for e in lane.previous if e.layer == start]
+            else:
+                found.append((here, Forward(m, lane.part(start - 1, m, backward=False))))
+            if lane.split == "all":
+                found.append((here, GatherParameters(part, m)))
+            return found
+        case Backward(m, (start, stop) as part) | BackwardInput(m, (start, stop) as part):
+            chunk = lane.chunk(start)
+            found = [(here, Forward(m, lane.parts(chunk, m, backward=False)[-1]))]
+            if stop == chunk[1]:
+                found += [(here, RecvGradient(m, e.layer, e.peer, e.sequences)) for e in lane.next if e.layer == stop]
+            else:
+                found.append((here, type(instruction)(m, lane.part(stop, m, backward=True))))
+            if lane.split == "all":
+                found.append((here, GatherParameters(part, m, backward=True)))
+            return found
+        case BackwardWeight(m, layers):
+            return [(here, BackwardInput(m, layers))]
+        case SendActivation(m, layer):
+            chunk = lane.chunk(layer - 1)
+            return [(here, Forward(m, lane.parts(chunk, m, backward=False)[-1]))]
+        case SendGradient(m, layer):
+            return [(here, _input_gradient(lane, m, lane.parts(lane.chunk(layer), m, backward=True)[0]))]
+        case RecvActivation(m, layer, peer, sequences):
+            return [(peer, SendActivation(m, layer, here, sequences))]
+        case RecvGradient(m, layer, peer, sequences):
+            return [(peer, SendGradient(m, layer, here, sequences))]
+        case ReduceGradients((start, stop), m):
+            last = lane.micro_batches - 1 if m is None else m
+            layer = start if start < stop or start == 0 else start - 1
+            return [(here, _weight_gradient(lane, last, lane.part(layer, last, backward=True)))]
+        case OptimizerStep():
+            reduced: list[tuple[str, Instruction]] = [(here, i) for i in lane.instructions if isinstance(i, ReduceGradients)]
+            return reduced or [
+                (here, _weight_gradient(lane, lane.micro_batches - 1, lane.parts(r, lane.micro_batches - 1, True)[0]))
+                for r in lane.layers
+            ]
+        case GatherParameters(_, m):
+            return [(here, OptimizerStep())] if m is None else []
+    raise TypeError(f"no dependency rule for {instruction!r}")
+
+
+def _input_gradient(lane: Lane, micro_batch: int, layers: LayerRange) -> Instruction:
+    """The instruction that gives the gradient of these layers' input."""
+    return BackwardInput(micro_batch, layers) if lane.splits_backward else Backward(micro_batch, layers)
+
+
+def _weight_gradient(lane: Lane, micro_batch: int, layers: LayerRange) -> Instruction:
+    """The instruction that gives the gradients of these layers' weights."""
+    return BackwardWeight(micro_batch, layers) if lane.splits_backward else Backward(micro_batch, layers)
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+_COMPUTE: dict[type[Instruction], str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
+_MOVE: dict[type[Instruction], str] = {
+    SendActivation: "SA",
+    RecvActivation: "RA",
+    SendGradient: "SG",
+    RecvGradient: "RG",
+}
+_LETTERS: dict[str, Any] = {letters: kind for kind, letters in (_COMPUTE | _MOVE).items()}
+_TEXT = re.compile(
+    r"(?P<compute>[FBIW])(?P<cm>\d+)\[(?P<ca>\d+):(?P<cb>\d+)\]"
+    r"|(?P<move>SA|RA|SG|RG)(?P<mm>\d+)@(?P<layer>\d+)(?P<arrow>[<>])(?P<peer>[^\s\[]+)\[(?P<ma>\d+):(?P<mb>\d+)\]"
+    r"|R(?P<rm>\d*)\[(?P<ra>\d+):(?P<rb>\d+)\]"
+    r"|G(?:(?P<gp>[FB])(?P<gm>\d+))?\[(?P<ga>\d+):(?P<gb>\d+)\]"
+    r"|(?P<step>STEP)"
+)
+
+
+def instruction_text(instruction: Instruction) -> str:
+    """The text of one instruction, such as `F3[0:8]`, `SA3@8>p0s1[0:1]`, `R[0:8]` or `STEP`. `parse_instruction` reads it."""
+    match instruction:
+        case Forward(m, (a, b)) | Backward(m, (a, b)) | BackwardInput(m, (a, b)) | BackwardWeight(m, (a, b)):
+            return f"{_COMPUTE[type(instruction)]}{m}[{a}:{b}]"
+        case SendActivation(m, layer, peer, (a, b)) | SendGradient(m, layer, peer, (a, b)):
+            return f"{_MOVE[type(instruction)]}{m}@{layer}>{peer}[{a}:{b}]"
+        case RecvActivation(m, layer, peer, (a, b)) | RecvGradient(m, layer, peer, (a, b)):
+            return f"{_MOVE[type(instruction)]}{m}@{layer}<{peer}[{a}:{b}]"
+        case ReduceGradients((a, b), micro_batch):
+            return f"R{'' if micro_batch is None else micro_batch}[{a}:{b}]"
+        case GatherParameters((a, b), micro_batch, backward):
+            return f"G{'' if micro_batch is None else 'FB'[backward] + str(micro_batch)}[{a}:{b}]"
+        case OptimizerStep():
+            return "STEP"
+    raise TypeError(f"no text form for {instruction!r}")
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction that `instruction_text` wrote. Raises InputError for any other text."""
+    found = _TEXT.fullmatch(text)
+    if found is None or (found["move"] and found["arrow"] != "><"[found["move"][0] == "R"]):
+        raise InputError(f"{text!r} is no instruction; expected a text such as F3[0:8], SA3@8>p0s1[0:1], R[0:8] or STEP")
+    if found["compute"]:
+        computed: Compute = _LETTERS[found["compute"]](int(found["cm"]), (int(found["ca"]), int(found["cb"])))
+        return computed
+    if found["move"]:
+        share = (int(found["ma"]), int(found["mb"]))
+        moved: Send | Recv = _LETTERS[found["move"]](int(found["mm"]), int(found["layer"]), found["peer"], share)
+        return moved
+    if found["step"]:
+        return OptimizerStep()
+    if found["ra"]:
+        return ReduceGradients((int(found["ra"]), int(found["rb"])), int(found["rm"]) if found["rm"] else None)
+    micro_batch = int(found["gm"]) if found["gm"] else None
+    return GatherParameters((int(found["ga"]), int(found["gb"])), micro_batch, found["gp"] == "B")
+
+
+def _ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    return ",".join(f"{a}:{b}" for a, b in ranges) or "-"
+
+
+def _edges_text(edges: Iterable[Edge]) -> str:
+    return ",".join(f"{e.peer}@{e.layer}[{e.sequences[0]}:{e.sequences[1]}]" for e in edges) or "-"
+
+
+def program_text(program: Program) -> str:
+    """The text of a program: a line of facts per lane, then its instructions, one a line. `parse_program` reads it."""
+    lines = [FORMAT]
+    for lane in program.lanes:
+        ends = ",".join(end for end in ("embedding", "head") if getattr(lane, end)) or "-"
+        lines.append(
+            f"lane {lane.name} pipeline={lane.pipeline} stage={lane.stage} replica={lane.replica} "
+            f"devices={','.join(lane.devices)} layers={_ranges_text(lane.layers)} sequences={_ranges_text([lane.sequences])} "
+            f"micro_batches={lane.micro_batches} ends={ends} previous={_edges_text(lane.previous)} next={_edges_text(lane.next)} "
+            f"buckets={_ranges_text(lane.buckets)} split={lane.split}"
+        )
+        lines += [f"  {instruction_text(instruction)}" for instruction in lane.instructions]
+    return "\n".join(lines) + "\n"
+
+
+def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    if text == "-":
+        return ()
+    return tuple((int(a), int(b)) for a, b in (part.split(":") for part in text.split(",")))
+
+
+def _parse_edges(text: str) -> tuple[Edge, ...]:
+    if text == "-":
+        return ()
+    found = re.findall(r"([^,\s\[]+)@(\d+)\[(\d+):(\d+)\]", text)
+    edges = tuple(Edge(int(layer), peer, (int(a), int(b))) for peer, layer, a, b in found)
+    if _edges_text(edges) != text:
+        raise ValueError
+    return edges
+
+
+def parse_program(text: str, where: str = "program") -> Program:
+    """The program that `program_text` wrote. Raises InputError with the line number for any other text."""
+    lines = text.splitlines()
+    if not lines or lines[0] != FORMAT:
+        raise InputError(f"{where}, line 1: expected {FORMAT!r}, but got {lines[0] if lines else 'nothing'!r}")
+    lanes: list[Lane] = []
+    instructions: list[Instruction] = []
+
+    def finish() -> None:
+        if lanes:
+            lanes[-1] = replace(lanes[-1], instructions=tuple(instructions))
+        instructions.clear()
+
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if line.startswith("lane "):
+                finish()
+                _, name, *pairs = line.split()
+                facts = dict(pair.split("=", 1) for pair in pairs)
+                ends = facts["ends"].split(",")
+                lane = Lane(
+                    name=name,
+                    pipeline=int(facts["pipeline"]),
+                    stage=int(facts["stage"]),
+                    replica=int(facts["replica"]),
+                    devices=tuple(facts["devices"].split(",")),
+                    layers=_parse_ranges(facts["layers"]),
+                    sequences=_parse_ranges(facts["sequences"])[0],
+                    micro_batches=int(facts["micro_batches"]),
+                    embedding="embedding" in ends,
+                    head="head" in ends,
+                    previous=_parse_edges(facts["previous"]),
+                    next=_parse_edges(facts["next"]),
+                    buckets=_parse_ranges(facts["buckets"]),
+                    split=facts["split"],
+                )
+                lanes.append(lane)
+            elif lanes:
+                instructions.append(parse_instruction(line.strip()))
+            else:
+                raise InputError("expected a line that begins with 'lane'")
+        except InputError as error:
+            raise InputError(f"{where}, line {number}: {error}") from None
+        except (KeyError, ValueError, IndexError):
+            raise InputError(f"{where}, line {number}: {line[:80]!r} is not the line of a lane") from None
+    finish()
+    return Program(tuple(lanes))
+
+
+# --- The dry run -----------------------------------------------------------------------------------------------------
+
+
+def dry_run(program: Program) -> None:
+    """Nothing, where every instruction of the program can be executed; no clock, only the dependency rule.
+
+    Raises InputError for a send without its receive (or the reverse), and for a deadlock, with the grid of where each lane
+    stands and what it waits for.
+    """
+    _check_peers(program)
+    done: set[tuple[str, Instruction]] = set()
+    position = {lane.name: 0 for lane in program.lanes}
+    arrived: dict[Collective, int] = {}
+    waiting: dict[tuple[str, Instruction], list[Lane]] = {}
+    ready = list(program.lanes)
+
+    def finish(key: tuple[str, Instruction]) -> None:
+        done.add(key)
+        ready.extend(waiting.pop(key, ()))
+
+    while ready:
+        lane = ready.pop()
+        while position[lane.name] < len(lane.instructions):
+            instruction = lane.instructions[position[lane.name]]
+            missing = next((key for key in dependencies(lane, instruction) if key not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(lane)
+                break
+            position[lane.name] += 1
+            if isinstance(instruction, (ReduceGradients, GatherParameters)):
+                arrived[instruction] = arrived.get(instruction, 0) + 1
+                if arrived[instruction] == len(program.members[instruction]):
+                    for member in program.members[instruction]:
+                        finish((member, instruction))
+            else:
+                finish((lane.name, instruction))
+    stuck = [lane for lane in program.lanes if position[lane.name] < len(lane.instructions)]
+    if stuck:
+        raise InputError(_deadlock_text(program, position, done, stuck))
+
+
+def _check_peers(program: Program) -> None:
+    """Raises InputError for a send that has no receive, or the reverse, and for an instruction that stands twice."""
+    everything = {(lane.name, i) for lane in program.lanes for i in lane.instructions}
+    if len(everything) != program.instruction_count:
+        for lane in program.lanes:
+            twice = next((i for i in lane.instructions if lane.instructions.count(i) > 1), None)
+            if twice is not None:
+                raise InputError(f"lane {lane.name} has the instruction {instruction_text(twice)} twice")
+    partner: Mapping[type[Instruction], Any] = {
+        SendActivation: RecvActivation,
+        RecvActivation: SendActivation,
+        SendGradient: RecvGradient,
+        RecvGradient: SendGradient,
+    }
+    for lane in program.lanes:
+        for i in lane.instructions:
+            if isinstance(i, (SendActivation, SendGradient, RecvActivation, RecvGradient)):
+                other = partner[type(i)](i.micro_batch, i.layer, lane.name, i.sequences)
+                if (i.peer, other) not in everything:
+                    raise InputError(
+                        f"lane {lane.name} has {instruction_text(i)}, but lane {i.peer} has no {instruction_text(other)}"
+                    )
+
+
+def _deadlock_text(program: Program, position: Mapping[str, int], done: set[tuple[str, Instruction]], stuck: list[Lane]) -> str:
+    """The grid of a deadlock: each lane's last and next instructions, and what the next one waits for."""
+    lines = [f"deadlock: {len(stuck)} of {len(program.lanes)} lanes cannot go on"]
+    width = max(len(lane.name) for lane in program.lanes)
+    for lane in program.lanes:
+        at = position[lane.name]
+        before = " ".join(instruction_text(i) for i in lane.instructions[max(0, at - 3) : at])
+        if at == len(lane.instructions):
+            lines.append(f"  {lane.name:<{width}}  {before}  ended")
+            continue
+        missing = [
+            f"{name} {instruction_text(i)}" for name, i in dependencies(lane, lane.instructions[at]) if (name, i) not in done
+        ]
+        needs = ", ".join(missing[:4])
+        lines.append(f"  {lane.name:<{width}}  {before}  {instruction_text(lane.instructions[at])} <-- here, waits for {needs}")
+    return "\n".join(lines)

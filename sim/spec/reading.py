@@ -1,0 +1,355 @@
+"""Reading what users wrote: YAML, JSON and quantities with units, every mistake told in one line.
+
+The readers of clusters, models and plans take their values from a `Table`. It knows the file and the key it stands at, so
+that each error names the file, the key, the value and what is accepted. It lives here, and not in a validation library,
+because the runtime reads plans on machines that have torch, numpy and PyYAML only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+Value = TypeVar("Value")
+
+REQUIRED: Any = object()
+"""The default of a key that has none."""
+
+
+class InputError(ValueError):
+    """A user's mistake in a file, a flag or an argument, told in one line: what is wrong, the value, what is accepted."""
+
+
+# --- Quantities ------------------------------------------------------------------------------------------------------
+
+_SI = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+DIMENSIONS: dict[str, dict[str, float]] = {
+    "bandwidth": {f"{prefix}bit/s": factor / 8 for prefix, factor in _SI.items()}
+    | {f"{prefix}B/s": factor for prefix, factor in (_SI | _BINARY).items()},
+    "time": {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
+    "bytes": {f"{prefix}B": factor for prefix, factor in (_SI | _BINARY).items()},
+    "rate of work": {f"{prefix}FLOP/s": factor for prefix, factor in _SI.items()},
+    "work": {f"{prefix}FLOP": factor for prefix, factor in _SI.items()},
+    "power": {"W": 1.0, "kW": 1e3},
+    "price": {"$/h": 1.0},
+}
+"""Accepted units of each dimension, with their factor to the SI unit used inside (bytes/s, s, bytes, FLOP/s, W, $/h)."""
+
+_COMMON = {
+    "bandwidth": ("Mbit/s", "Gbit/s", "MB/s", "GB/s", "GiB/s", "..."),
+    "bytes": ("MB", "GB", "MiB", "GiB", "..."),
+    "rate of work": ("GFLOP/s", "TFLOP/s", "PFLOP/s", "..."),
+    "work": ("GFLOP", "TFLOP", "..."),
+}
+"""What an error shows of the accepted units, where there are many."""
+
+_EXAMPLES = {
+    "bandwidth": "10 Gbit/s",
+    "time": "50 us",
+    "bytes": "24 GiB",
+    "rate of work": "165 TFLOP/s",
+    "work": "2 GFLOP",
+    "power": "450 W",
+    "price": "1.50 $/h",
+}
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s].*?)?\s*\Z")
+
+
+def quantity(value: object, dimension: str) -> float:
+    """The value in SI units of a text such as '10 Gbit/s'. Raises InputError for a bare number or a unit of another kind."""
+    units = DIMENSIONS[dimension]
+    accepted = f"a {dimension} with its unit ({', '.join(_COMMON.get(dimension, units))}), for example '{_EXAMPLES[dimension]}'"
+    if isinstance(value, bool) or not isinstance(value, str):
+        bare = isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise InputError(f"got {value!r}{' without a unit' if bare else ''}, but {accepted} is accepted")
+    match = _QUANTITY.match(value)
+    if match is None:
+        raise InputError(f"got {value!r}, but {accepted} is accepted")
+    number, unit = float(match[1]), match[2]
+    if unit is None:
+        raise InputError(f"got {value!r} without a unit, but {accepted} is accepted")
+    if unit not in units:
+        raise InputError(f"got {value!r} with the unit {unit!r}, but {accepted} is accepted")
+    if not math.isfinite(number * units[unit]):
+        raise InputError(f"got {value!r}, which is not finite, but {accepted} is accepted")
+    return number * units[unit]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The text '; did you mean X?' for the known name most like `name` without regard to case, or '' where none is alike."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
+    return f"; did you mean {by_folded[close[0]]}?" if close else ""
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, except that a key written twice is an error, where PyYAML keeps the last one silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file. Raises InputError where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not a text file in UTF-8") from None
+
+
+def read_yaml(path: str | Path) -> object:
+    """The plain value of a YAML file. Raises InputError with line and column where the file is not YAML."""
+    try:
+        return yaml.load(read_text(path), Loader=_UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"{path}{at}: is not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:  # a date that no calendar has, a number of thousands of digits
+        raise InputError(f"{path}: is not valid YAML: {error}") from None
+
+
+def parse_json(text: str, where: str) -> object:
+    """The plain value of a JSON text. Raises InputError with line and column where it is not JSON, or holds a key twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            twice = next(key for key in values if sum(key == other for other, _ in pairs) > 1)
+            raise InputError(f"{where}: the key {twice!r} stands twice")
+        return values
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        cut = "ends too early" if error.pos >= len(text.rstrip()) else "is not valid JSON"
+        raise InputError(f"{where}, line {error.lineno}, column {error.colno}: {cut}: {error.msg}") from None
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets without end
+        raise InputError(f"{where}: is not valid JSON: {error}") from None
+
+
+def read_json(path: str | Path) -> object:
+    """The plain value of a JSON file. Raises InputError as `parse_json` does."""
+    return parse_json(read_text(path), str(path))
+
+
+def write_file(path: str | Path, content: str | bytes, replace: bool = False) -> Path | None:
+    """Where the earlier content of `path` is kept now, or None where there was none to keep.
+
+    The content goes to a temporary file beside `path` that is then renamed, so that no reader ever sees half of it. A file
+    that is there already, with another content, is first renamed to `path.~1~` (or the next free number), unless `replace`.
+    Raises InputError where the place cannot be written.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    kept: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder, but a file is to be written there")
+        if path.exists() and not path.is_file():  # such as /dev/stdout or /dev/null: nothing to keep, nothing to rename
+            path.write_bytes(data)
+            return None
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            if path.exists() and not replace and path.read_bytes() != data:
+                kept = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.~{n}~")).exists())
+                os.link(path, kept)
+            try:
+                os.replace(temporary, path)
+            except OSError:
+                if kept is not None:
+                    kept.unlink()  # the earlier content is still in its place
+                raise
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
+    return kept
+
+
+# --- Tables ----------------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """One mapping of an input file, with the place it stands at. `close` refuses the keys that no getter asked for."""
+
+    def __init__(self, values: object, where: str, at: str = "") -> None:
+        self.where, self.at = where, at
+        if not isinstance(values, dict):
+            raise InputError(f"{self._place()}: expected a mapping of keys to values, but got {_shown(values)}")
+        self._values: dict[Any, Any] = values
+        self._asked: list[str] = []
+
+    def _place(self, key: str | None = None) -> str:
+        path = ".".join(part for part in (self.at, key) if part)
+        return f"{self.where}: {path}" if path else self.where
+
+    def __contains__(self, key: str) -> bool:
+        self._asked.append(key)
+        return key in self._values
+
+    def error(self, key: str, problem: str) -> InputError:
+        """The error to raise for a problem with one key's value."""
+        return InputError(f"{self._place(key)}: {problem}")
+
+    def get(self, key: str, convert: Callable[[Any], Value], accepted: str, default: Any = REQUIRED) -> Value:
+        """The converted value of a key. `convert` raises InputError (with its own words) or ValueError for a bad value."""
+        self._asked.append(key)
+        if key not in self._values:
+            if default is REQUIRED:
+                raise self.error(key, f"is missing; expected {accepted}")
+            return default  # type: ignore[no-any-return]
+        try:
+            return convert(self._values[key])
+        except InputError as error:
+            raise self.error(key, str(error)) from None
+        except (ValueError, TypeError, OverflowError):
+            raise self.error(key, f"expected {accepted}, but got {_shown(self._values[key])}") from None
+
+    def text(self, key: str, default: Any = REQUIRED) -> str:
+        """A text that is not empty."""
+
+        def convert(value: object) -> str:
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError
+            return value
+
+        return self.get(key, convert, "a text", default)
+
+    def integer(self, key: str, default: Any = REQUIRED, minimum: int = 0) -> int:
+        """A whole number of at least `minimum`."""
+
+        def convert(value: object) -> int:
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError
+            return value
+
+        return self.get(key, convert, f"a whole number of at least {minimum}", default)
+
+    def number(self, key: str, default: Any = REQUIRED, minimum: float = 0.0, maximum: float = math.inf) -> float:
+        """A finite number without unit between `minimum` and `maximum`."""
+
+        def convert(value: object) -> float:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+                raise ValueError
+            if not math.isfinite(value):
+                raise ValueError
+            return float(value)
+
+        top = "" if maximum == math.inf else f" and at most {maximum:g}"
+        return self.get(key, convert, f"a number of at least {minimum:g}{top}", default)
+
+    def quantity(self, key: str, dimension: str, default: Any = REQUIRED, zero: bool = False) -> float:
+        """A positive quantity (or zero, where `zero`) with its unit, in SI units. See `quantity`."""
+
+        def convert(value: object) -> float:
+            amount = quantity(value, dimension)
+            if amount < 0 or (amount == 0 and not zero):
+                raise InputError(f"got {value!r}, but a {dimension} {'of at least' if zero else 'above'} zero is accepted")
+            return amount
+
+        return self.get(key, convert, f"a {dimension} with its unit, for example '{_EXAMPLES[dimension]}'", default)
+
+    def flag(self, key: str, default: Any = REQUIRED) -> bool:
+        """true or false."""
+
+        def convert(value: object) -> bool:
+            if not isinstance(value, bool):
+                raise ValueError
+            return value
+
+        return self.get(key, convert, "true or false", default)
+
+    def choice(self, key: str, choices: Iterable[Value], default: Any = REQUIRED) -> Value:
+        """One of the given values."""
+        known = list(choices)
+        accepted = "one of " + ", ".join(str(choice) for choice in known)
+
+        def convert(value: object) -> Value:
+            if isinstance(value, bool) or value not in known:
+                hint = nearest(value, [str(choice) for choice in known]) if isinstance(value, str) else ""
+                raise InputError(f"expected {accepted}, but got {_shown(value)}{hint}")
+            return known[known.index(value)]
+
+        return self.get(key, convert, accepted, default)
+
+    def table(self, key: str, default: Any = REQUIRED) -> Table:
+        """A mapping, as a Table of its own."""
+        path = ".".join(part for part in (self.at, key) if part)
+        values = self.get(key, lambda value: value, "a mapping of keys to values", default)
+        return Table(values, self.where, path) if values is not default else values
+
+    def items(self, key: str, default: Any = REQUIRED, minimum: int = 0) -> Sequence[Any]:
+        """The plain values of a list of at least `minimum` entries."""
+
+        def convert(value: object) -> list[Any]:
+            if not isinstance(value, list) or len(value) < minimum:
+                raise ValueError
+            return value
+
+        return self.get(key, convert, f"a list of at least {minimum} entries" if minimum else "a list", default)
+
+    def tables(self, key: str, default: Any = REQUIRED, minimum: int = 0) -> list[Table]:
+        """A list of mappings, each as a Table of its own."""
+        path = ".".join(part for part in (self.at, key) if part)
+        return [Table(value, self.where, f"{path}[{i}]") for i, value in enumerate(self.items(key, default, minimum))]
+
+    def keys(self) -> list[str]:
+        """All keys, in the order of the file; asking for them counts as having asked for each."""
+        for key in self._values:
+            if not isinstance(key, str):
+                raise InputError(f"{self._place()}: the key {key!r} is not a text")
+        self._asked.extend(self._values)
+        return list(self._values)
+
+    def close(self) -> None:
+        """Refuses every key that no getter has asked for."""
+        for key in self._values:
+            if key not in self._asked:
+                known = list(dict.fromkeys(self._asked))
+                hint = nearest(key, known) if isinstance(key, str) else ""
+                raise InputError(f"{self._place()}: unknown key {key!r}; accepted: {', '.join(known)}{hint}")
+
+
+def _shown(value: object) -> str:
+    """A value as it is shown in an error: at most 80 characters of its repr, on one line."""
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
