@@ -237,8 +237,8 @@ def _instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[s
             continue
         yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
         reduce = each or m == lane.micro_batches - 1
-        yield from _backward(lane, m, work.layers, ends if reduce else (), reduce, m if each else None)
-        yield from (SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start)
+        sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
+        yield from _backward(lane, m, work.layers, sends, ends if reduce else (), reduce, m if each else None)
     yield OptimizerStep()
     if plan.zero_stage >= 1:
         # Under ZeRO 3 the layers are gathered at every micro-batch; the ends stay whole, and only their states are sharded.
@@ -267,9 +267,18 @@ def _forward(lane: Lane, m: int, layers: LayerRange) -> Iterator[Instruction]:
 
 
 def _backward(
-    lane: Lane, m: int, layers: LayerRange, ends: tuple[LayerRange, ...], reduce: bool, label: int | None
+    lane: Lane,
+    m: int,
+    layers: LayerRange,
+    sends: list[SendGradient],
+    ends: tuple[LayerRange, ...],
+    reduce: bool,
+    label: int | None,
 ) -> Iterator[Instruction]:
-    """The backward of one chunk, from its last layers to its first, each part followed by the reductions it allows."""
+    """The backward of one chunk, from its last layers to its first, each part followed by the reductions it allows.
+
+    The gradient goes to the previous stage, which waits for it, before the last part is reduced.
+    """
     parts = lane.parts(layers, m, backward=True)[::-1]
     if lane.split == "all":
         yield GatherParameters(parts[0], m, backward=True)
@@ -277,6 +286,8 @@ def _backward(
         if lane.split == "all" and i + 1 < len(parts):
             yield GatherParameters(parts[i + 1], m, backward=True)
         yield Backward(m, (start, stop))
+        if i == len(parts) - 1:
+            yield from sends
         if not reduce:
             continue
         # The head's gradient is there after the first part of the backward, the embedding's after the last; all lanes

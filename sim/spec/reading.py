@@ -8,13 +8,16 @@ because the runtime reads plans on machines that have torch, numpy and PyYAML on
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +41,7 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 DIMENSIONS: dict[str, dict[str, float]] = {
     "bandwidth": {f"{prefix}bit/s": factor / 8 for prefix, factor in _SI.items()}
     | {f"{prefix}B/s": factor for prefix, factor in (_SI | _BINARY).items()},
-    "time": {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
+    "time": {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
     "bytes": {f"{prefix}B": factor for prefix, factor in (_SI | _BINARY).items()},
     "rate of work": {f"{prefix}FLOP/s": factor for prefix, factor in _SI.items()},
     "work": {f"{prefix}FLOP": factor for prefix, factor in _SI.items()},
@@ -78,14 +81,15 @@ def quantity(value: object, dimension: str) -> float:
     match = _QUANTITY.match(value)
     if match is None:
         raise InputError(f"got {value!r}, but {accepted} is accepted")
-    number, unit = float(match[1]), match[2]
+    unit = match[2]
     if unit is None:
         raise InputError(f"got {value!r} without a unit, but {accepted} is accepted")
     if unit not in units:
         raise InputError(f"got {value!r} with the unit {unit!r}, but {accepted} is accepted")
-    if not math.isfinite(number * units[unit]):
+    amount = float(Decimal(match[1]) * Decimal(repr(units[unit])))  # in decimal, so that 50 us is 5e-05 to the last bit
+    if not math.isfinite(amount):
         raise InputError(f"got {value!r}, which is not finite, but {accepted} is accepted")
-    return number * units[unit]
+    return amount
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -149,7 +153,8 @@ def parse_json(text: str, where: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        cut = "ends too early" if error.pos >= len(text.rstrip()) else "is not valid JSON"
+        at_end = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        cut = "ends too early" if at_end else "is not valid JSON"
         raise InputError(f"{where}, line {error.lineno}, column {error.colno}: {cut}: {error.msg}") from None
     except InputError:
         raise
@@ -167,7 +172,7 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
 
     The content goes to a temporary file beside `path` that is then renamed, so that no reader ever sees half of it. A file
     that is there already, with another content, is first renamed to `path.~1~` (or the next free number), unless `replace`.
-    Raises InputError where the place cannot be written.
+    Raises InputError where the place cannot be written; OSError where writing fails on the way, as on a full disk.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -188,7 +193,7 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
             os.chmod(temporary, 0o666 & ~umask)
             if path.exists() and not replace and path.read_bytes() != data:
                 kept = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.~{n}~")).exists())
-                os.link(path, kept)
+                _link_or_copy(path, kept)
             try:
                 os.replace(temporary, path)
             except OSError:
@@ -199,8 +204,18 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise  # the place is right, and the disk is not: no mistake of the user's
         raise InputError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
     return kept
+
+
+def _link_or_copy(path: Path, kept: Path) -> None:
+    """Nothing; gives a file a second name, or a copy where the file system has no hard links."""
+    try:
+        os.link(path, kept)
+    except OSError:
+        shutil.copy2(path, kept)
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Seconds and bytes: compute, network, collectives, memory, energy and money."""

@@ -1,0 +1,101 @@
+"""Whether a plan can run on a cluster, and if not, the first reason why: devices, precision, heads, batch, memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from sim.cost.memory import MemoryParts, lane_parts
+from sim.spec.cluster import Cluster
+from sim.spec.judge import Infeasible
+from sim.spec.plan import Plan
+from sim.spec.reading import nearest
+
+
+def infeasible(plan: Plan, cluster: Cluster) -> Infeasible | None:
+    """The first reason why the plan cannot run on the cluster, told in one line, or None where it can.
+
+    The reasons are tried in the order devices, precision, heads, batch, memory. Of the devices whose memory is short, the one
+    that lacks the most is named.
+    """
+    return _devices(plan, cluster) or _precision(plan, cluster) or _heads(plan) or _batch(plan) or _memory(plan, cluster)
+
+
+def _devices(plan: Plan, cluster: Cluster) -> Infeasible | None:
+    """The devices that the cluster does not have."""
+    known = {device.name for device in cluster.devices}
+    unknown = [name for name in plan.devices if name not in known]
+    if not unknown:
+        return None
+    shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
+    nodes = [f"{node.name}/0" + (f"-{node.gpus - 1}" if node.gpus > 1 else "") for node in cluster.nodes]
+    has = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else "")
+    hint = nearest(unknown[0], known)
+    message = f"the plan uses {shown}, which cluster {cluster.name!r} does not have (it has {has}){hint}"
+    return Infeasible(unknown[0], "devices", None, None, message)
+
+
+def _precision(plan: Plan, cluster: Cluster) -> Infeasible | None:
+    """The first device whose kind lacks the precision."""
+    for name in plan.devices:
+        kind = cluster.device(name).gpu
+        if kind.peak(plan.precision) is None:
+            has = ", ".join(kind.peak_flop_per_s)
+            message = f"{name} is of kind {kind.name}, which does not have {plan.precision} (it has {has})"
+            return Infeasible(name, "precision", None, None, message)
+    return None
+
+
+def _heads(plan: Plan) -> Infeasible | None:
+    """The first lane whose tensor-parallel degree does not divide the heads."""
+    model = plan.transformer
+    for p, s, _, replica in plan.replicas():
+        degree = replica.tensor_parallel // plan.context_parallel
+        where = f"(pipeline {p}, stage {s})"
+        if model.heads % degree:
+            message = (
+                f"the heads of a layer are divided evenly over its tensor-parallel group, but {model.name} has {model.heads} "
+                f"heads and the group {degree} devices {where}"
+            )
+            return Infeasible(replica.devices[0], "heads", None, None, message)
+        if model.kv_heads % degree and degree % model.kv_heads:
+            message = (
+                f"the key-value heads of a layer and the tensor-parallel degree divide one another, but {model.name} has "
+                f"{model.kv_heads} key-value heads and the group {degree} devices {where}"
+            )
+            return Infeasible(replica.devices[0], "heads", None, None, message)
+    return None
+
+
+def _batch(plan: Plan) -> Infeasible | None:
+    """The first lane whose sequences cannot be divided as the plan says."""
+    for p, s, _, replica in plan.replicas():
+        degree = replica.tensor_parallel // plan.context_parallel
+        if plan.sequence_parallel and plan.sequence_length % degree:
+            message = (
+                "sequence_parallel divides every sequence evenly over the tensor-parallel group, but it has "
+                f"{plan.sequence_length} tokens and the group {degree} devices (pipeline {p}, stage {s})"
+            )
+            return Infeasible(replica.devices[0], "batch", None, None, message)
+    return None
+
+
+def _memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
+    """The device that lacks the most memory."""
+    worst: tuple[int, str, int, MemoryParts] | None = None
+    for p, s, r, parts in lane_parts(plan):
+        need_bytes = parts.total
+        for name in plan.pipelines[p].stages[s].replicas[r].devices:
+            have_bytes = cluster.device(name).gpu.memory_bytes
+            excess = need_bytes - have_bytes
+            if excess > 0 and (worst is None or excess > worst[0]):
+                worst = (excess, name, have_bytes, parts)
+    if worst is None:
+        return None
+    _, name, have_bytes, parts = worst
+    shown = ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in asdict(parts).items() if num_bytes)
+    message = f"{name} needs {_gib(parts.total)} GiB ({shown}) but has {_gib(have_bytes)} GiB"
+    return Infeasible(name, "memory", parts.total, have_bytes, message)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

@@ -1,0 +1,268 @@
+"""The network as directed links, the paths through it, and transfers as the bytes they put on each link.
+
+Inside a node, NVLink gives every GPU a port in each direction; PCIe is a tree of switches whose uplinks, and the bridge
+between sockets, are shared. Between nodes a path goes over the sender's NIC, its rack's uplink where that is
+oversubscribed, wide-area links between sites, and the receiver's NIC. A measured bandwidth matrix caps pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx
+
+from sim.spec.cluster import Cluster, Device, Nic, Node
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a wire, port or bridge, with what it really carries (its protocol's efficiency counted)."""
+
+    name: str
+    capacity_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Path:
+    """The links from one device to another, with the bytes that each byte sent puts on them, and the one-way latency."""
+
+    links: tuple[tuple[int, float], ...]
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One fluid transfer: the bytes it puts on each link, all at rates in proportion, and the latency after the last byte."""
+
+    loads: tuple[tuple[int, float], ...]
+    latency_s: float
+    num_bytes: float
+
+    def __bool__(self) -> bool:
+        return bool(self.loads) or self.latency_s > 0
+
+
+NOTHING = Transfer((), 0.0, 0.0)
+
+
+class Network:
+    """The links of a cluster and the paths between its devices. Links are numbered; `links[i]` is link i."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.links: list[Link] = []
+        self._by_name: dict[str, int] = {}
+        self._paths: dict[tuple[str, str], Path] = {}
+        self.unit_transfers: dict[Hashable, Transfer] = {}
+        """Collectives of one byte, kept for the next use of the same devices (`sim.cost.collectives`)."""
+        self._matrix: Mapping[tuple[str, str], float] = {}
+        if (matrix := cluster.bandwidth_matrix) is not None:
+            self._matrix = {
+                (a, b): rate
+                for a, row in zip(matrix.names, matrix.bytes_per_s, strict=True)
+                for b, rate in zip(matrix.names, row, strict=True)
+                if a != b
+            }
+        self._node_numbers = {node.name: number for number, node in enumerate(cluster.nodes)}
+        self._rack_bytes_per_s: dict[str, float] = {}
+        for node in cluster.nodes:
+            if node.nic is not None:
+                carried = node.nic.bandwidth_bytes_per_s * node.nic.count * cluster.fabric.efficiency(node.nic.kind)
+                rack = _rack(node)
+                self._rack_bytes_per_s[rack] = self._rack_bytes_per_s.get(rack, 0.0) + carried
+        self._sites: networkx.DiGraph[str] = networkx.DiGraph()
+        self._sites.add_nodes_from(node.site for node in cluster.nodes)
+        for wan in cluster.wan:
+            for a, b in (wan.between, wan.between[::-1]):
+                self._sites.add_edge(a, b, latency_s=wan.latency_s, bandwidth_bytes_per_s=wan.bandwidth_bytes_per_s)
+
+    def capacities(self) -> list[float]:
+        """Bytes/s of every link."""
+        return [link.capacity_bytes_per_s for link in self.links]
+
+    def _link(self, name: str, capacity_bytes_per_s: float) -> int:
+        """The number of the link of this name, made when it is first asked for."""
+        if name not in self._by_name:
+            self._by_name[name] = len(self.links)
+            self.links.append(Link(name, capacity_bytes_per_s))
+        return self._by_name[name]
+
+    def path(self, sender: str, receiver: str) -> Path:
+        """The path from one device to another. Raises InputError for a device that is not in the cluster."""
+        found = self._paths.get((sender, receiver))
+        if found is None:
+            found = self._paths[sender, receiver] = self._find(self.cluster.device(sender), self.cluster.device(receiver))
+        return found
+
+    def _find(self, sender: Device, receiver: Device) -> Path:
+        if sender.name == receiver.name:
+            return Path((), 0.0)
+        if sender.node.name == receiver.node.name:
+            links = [(link, 1.0) for link in self._inside(sender, receiver)]
+            latency_s = sender.node.intra.latency_s
+        else:
+            links, latency_s = self._across(sender, receiver)
+        for pair in ((sender.node.name, receiver.node.name), (sender.name, receiver.name)):
+            if pair in self._matrix:
+                links.append((self._link(f"{pair[0]}=>{pair[1]}", self._matrix[pair]), 1.0))
+        return Path(tuple(links), latency_s)
+
+    # --- Inside a node ---
+
+    def _inside(self, sender: Device, receiver: Device) -> list[int]:
+        node = sender.node
+        if node.intra.is_nvlink:
+            rate = node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("nvlink")
+            return [self._link(f"{sender.name}>nvlink", rate), self._link(f"nvlink>{receiver.name}", rate)]
+        up, down = self._pcie(sender)[0], self._pcie(receiver)[1]
+        return [up, *self._between_switches(node, _switch(sender), _switch(receiver)), down]
+
+    def _pcie(self, device: Device) -> tuple[int, int]:
+        """The links from a GPU to its PCIe switch and back."""
+        rate = device.node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
+        return self._link(f"{device.name}>pcie", rate), self._link(f"pcie>{device.name}", rate)
+
+    def _between_switches(self, node: Node, a: int, b: int) -> list[int]:
+        """The shared uplinks, and the bridge between sockets, from one PCIe switch of a node to another."""
+        if a == b:
+            return []
+        rate = node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
+        links = [self._link(f"{node.name}/switch{a}>host", rate), self._link(f"{node.name}/host>switch{b}", rate)]
+        sockets = _socket(node, a), _socket(node, b)
+        if sockets[0] != sockets[1]:
+            host = node.intra.host_bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
+            links.insert(1, self._link(f"{node.name}/socket{sockets[0]}>socket{sockets[1]}", host))
+        return links
+
+    # --- Between nodes ---
+
+    def _across(self, sender: Device, receiver: Device) -> tuple[list[tuple[int, float]], float]:
+        a, b = sender.node, receiver.node
+        assert a.nic is not None and b.nic is not None  # the cluster checked it
+        protocol = _protocol(a.nic, b.nic)
+        links = [(link, 1.0) for link in self._to_nic(sender)]
+        links.append(self._nic(a, a.nic, sender, protocol, outward=True))
+        oversubscription = self.cluster.fabric.oversubscription
+        if oversubscription > 1 and _rack(a) != _rack(b):
+            links.append((self._link(f"{_rack(a)}>core", self._rack_bytes_per_s[_rack(a)] / oversubscription), 1.0))
+            links.append((self._link(f"core>{_rack(b)}", self._rack_bytes_per_s[_rack(b)] / oversubscription), 1.0))
+        latency_s = self.cluster.fabric.latency_s
+        if a.site != b.site:
+            for here, there in pairwise(networkx.shortest_path(self._sites, a.site, b.site, weight="latency_s")):
+                wan = self._sites.edges[here, there]
+                links.append((self._link(f"site:{here}>site:{there}", wan["bandwidth_bytes_per_s"]), 1.0))
+                latency_s += wan["latency_s"]
+        links.append(self._nic(b, b.nic, receiver, protocol, outward=False))
+        links += [(link, 1.0) for link in self._from_nic(receiver)]
+        return links, latency_s
+
+    def _nic(self, node: Node, nic: Nic, device: Device, protocol: str, outward: bool) -> tuple[int, float]:
+        """The link between a device's NIC and the fabric, and the bytes on it per byte sent."""
+        efficiency = self.cluster.fabric.efficiency
+        if protocol == "ethernet" and nic.kind != "ethernet" and nic.ethernet_bytes_per_s is not None:
+            card, rate = "ethernet", nic.ethernet_bytes_per_s * efficiency("ethernet")
+            weight = 1.0
+        else:
+            card, rate = f"nic{_nic_index(device)}", nic.bandwidth_bytes_per_s * efficiency(nic.kind)
+            # TCP over a card made for RDMA fills it sooner than RDMA would.
+            weight = 1.0 if protocol == nic.kind else efficiency(nic.kind) / efficiency("tcp")
+        name = f"{node.name}/{card}>fabric" if outward else f"fabric>{node.name}/{card}"
+        return self._link(name, rate), weight
+
+    def _to_nic(self, device: Device) -> list[int]:
+        """The PCIe links from a GPU to its NIC, which hangs under the switch of the first GPU that it serves."""
+        if device.node.intra.is_nvlink:
+            return []  # such nodes give GPU and NIC a PCIe switch of their own, no slower than the NIC
+        switches = _switch(device), _nic_switch(device)
+        return [self._pcie(device)[0], *self._between_switches(device.node, *switches)]
+
+    def _from_nic(self, device: Device) -> list[int]:
+        if device.node.intra.is_nvlink:
+            return []
+        switches = _nic_switch(device), _switch(device)
+        return [*self._between_switches(device.node, *switches), self._pcie(device)[1]]
+
+    # --- Transfers ---
+
+    def transfer(self, moves: Iterable[tuple[str, str, float]], steps: int = 1) -> Transfer:
+        """The fluid transfer of several moves (sender, receiver, bytes) at once, whose slowest latency is paid `steps` times."""
+        loads: dict[int, float] = {}
+        latency_s, total = 0.0, 0.0
+        for sender, receiver, num_bytes in moves:
+            if sender == receiver or num_bytes <= 0:
+                continue
+            path = self.path(sender, receiver)
+            total += num_bytes
+            latency_s = max(latency_s, path.latency_s)
+            for link, weight in path.links:
+                loads[link] = loads.get(link, 0.0) + num_bytes * weight
+        return Transfer(tuple(sorted(loads.items())), latency_s * steps, total) if loads else NOTHING
+
+    def alone_s(self, transfer: Transfer) -> float:
+        """Seconds of a transfer that shares its links with no other."""
+        links = self.links
+        busiest = max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads), default=0.0)
+        return busiest + transfer.latency_s
+
+    def node_number(self, name: str) -> int:
+        """The place of a node in the cluster file."""
+        return self._node_numbers[name]
+
+    def nic_of(self, device: str) -> tuple[str, int] | None:
+        """The node and number of the NIC that a device uses, or None."""
+        found = self.cluster.device(device)
+        return (found.node.name, _nic_index(found)) if found.node.nic is not None else None
+
+
+def together(transfers: Iterable[Transfer]) -> Transfer:
+    """Several transfers one after the other, as one: bytes and latencies summed."""
+    loads: dict[int, float] = {}
+    latency_s, total = 0.0, 0.0
+    for transfer in transfers:
+        latency_s += transfer.latency_s
+        total += transfer.num_bytes
+        for link, num_bytes in transfer.loads:
+            loads[link] = loads.get(link, 0.0) + num_bytes
+    return Transfer(tuple(sorted(loads.items())), latency_s, total)
+
+
+def scaled(transfer: Transfer, num_bytes: float, count: int = 1) -> Transfer:
+    """A transfer of one byte made one of `num_bytes`, `count` times one after the other."""
+    factor = num_bytes * count
+    loads = tuple((link, load * factor) for link, load in transfer.loads)
+    return Transfer(loads, transfer.latency_s * count, transfer.num_bytes * factor)
+
+
+def _protocol(a: Nic, b: Nic) -> str:
+    """What two NICs speak: their common kind, or TCP over Ethernet where they have none."""
+    return a.kind if a.kind == b.kind else "ethernet"
+
+
+def _rack(node: Node) -> str:
+    return f"rack:{node.rack}" if node.rack is not None else node.name
+
+
+def _switch(device: Device) -> int:
+    return device.index // device.node.intra.gpus_per_switch
+
+
+def _socket(node: Node, switch: int) -> int:
+    """The socket of a PCIe switch: switches are divided over the sockets in order."""
+    switches = math.ceil(node.gpus / node.intra.gpus_per_switch)
+    return switch * node.intra.sockets // max(switches, node.intra.sockets)
+
+
+def _nic_index(device: Device) -> int:
+    assert device.node.nic is not None
+    return device.index * device.node.nic.count // device.node.gpus
+
+
+def _nic_switch(device: Device) -> int:
+    """The PCIe switch that a device's NIC hangs under."""
+    node = device.node
+    assert node.nic is not None
+    first = math.ceil(_nic_index(device) * node.gpus / node.nic.count)
+    return first // node.intra.gpus_per_switch

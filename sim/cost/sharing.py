@@ -1,0 +1,99 @@
+"""How transfers that are under way at once share the links: max-min fairness of coupled flows.
+
+A transfer loads several links in fixed proportion and goes at one rate. Rates are raised together until a link is full; the
+transfers on it are fixed there, and the others go on rising (progressive filling; Bertsekas & Gallager, Data Networks,
+section 6.5.2). For transfers that put the same bytes on every link of a path this is the textbook max-min fairness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.cost.network import Transfer
+
+
+@dataclass(frozen=True)
+class Route:
+    """A transfer as the sharing sees it. Its rate is in bytes/s on its most loaded link, where it has `size_bytes` to move.
+
+    `shares` are (link, bytes there per byte on the most loaded link).
+    """
+
+    shares: tuple[tuple[int, float], ...]
+    size_bytes: float
+    alone_bytes_per_s: float
+    latency_s: float
+
+
+def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[Route]:
+    """The routes of all transfers that can be under way together, without the links that can never decide a rate.
+
+    A link is left out where another one is at least as heavily loaded by every transfer, in parts of its capacity: the
+    rates that the other allows, it allows too, so that the result stays exactly the same.
+    """
+    by_link: dict[int, dict[int, float]] = {}
+    for t, transfer in enumerate(transfers):
+        for link, num_bytes in transfer.loads:
+            by_link.setdefault(link, {})[t] = num_bytes / capacities[link]
+    heaviest = [max((by_link[link][t] for link, _ in transfer.loads), default=0.0) for t, transfer in enumerate(transfers)]
+    kept: list[int] = []
+    by_users: dict[frozenset[int], list[int]] = {}
+    for link in sorted(by_link):
+        by_users.setdefault(frozenset(by_link[link]), []).append(link)
+    for users, links in by_users.items():
+        for i, link in enumerate(links):
+            load = by_link[link]
+            dominated = any(
+                all(by_link[other][t] > load[t] or (by_link[other][t] == load[t] and j < i) for t in users)
+                for j, other in enumerate(links)
+                if j != i
+            )
+            if not dominated:
+                kept.append(link)
+    # A link that one transfer alone uses matters only if it is that transfer's slowest.
+    single_slowest: set[int] = set()
+    decided = {t for link in kept if len(by_link[link]) > 1 for t in by_link[link] if by_link[link][t] >= heaviest[t]}
+    for link in kept:
+        if len(by_link[link]) == 1:
+            ((t, alone_load),) = by_link[link].items()
+            if alone_load >= heaviest[t] and t not in decided:
+                single_slowest.add(link)
+                decided.add(t)
+    useful = {link for link in kept if len(by_link[link]) > 1} | single_slowest
+    result = []
+    for t, transfer in enumerate(transfers):
+        size = max((num_bytes for _, num_bytes in transfer.loads), default=0.0)
+        shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads if link in useful)
+        alone = size / heaviest[t] if heaviest[t] else float("inf")
+        result.append(Route(shares, size, alone, transfer.latency_s))
+    return result
+
+
+def max_min_rates(flows: Sequence[Route], capacities: Sequence[float]) -> list[float]:
+    """The max-min fair rate of each flow, in bytes/s on its most loaded link."""
+    rates = [route.alone_bytes_per_s for route in flows]
+    on_link: dict[int, list[tuple[int, float]]] = {}
+    for f, route in enumerate(flows):
+        for link, share in route.shares:
+            on_link.setdefault(link, []).append((f, share))
+    left = {link: capacities[link] for link in on_link}
+    weight = {link: sum(share for _, share in users) for link, users in on_link.items()}
+    rising = set(f for f, route in enumerate(flows) if route.shares)
+    level = 0.0
+    while rising:
+        # Never below the level before, which only rounding could bring about: no flow may come to a standstill.
+        level = max(level, min(left[link] / weight[link] for link in on_link if weight[link] > 0))
+        # Every link that is full at this level fixes its flows; nearly full counts as full, so that rounding cannot loop.
+        full = [link for link in on_link if weight[link] > 0 and left[link] / weight[link] <= level * (1 + 1e-12)]
+        fixed = sorted({f for link in full for f, _ in on_link[link] if f in rising})
+        for f in fixed:
+            rates[f] = min(level, flows[f].alone_bytes_per_s)
+            rising.discard(f)
+            for link, share in flows[f].shares:
+                left[link] = max(0.0, left[link] - rates[f] * share)
+                weight[link] -= share
+        for link in on_link:
+            if not any(f in rising for f, _ in on_link[link]):
+                weight[link] = 0.0
+    return rates

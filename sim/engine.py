@@ -1,0 +1,503 @@
+"""The simulator: a simpy interpreter of a program on a cluster, with every transfer sharing the links with all others.
+
+Each lane is a process that executes its instructions in order. Sends and collectives go on beside it. The messages from one
+lane to another, in one direction of the model, follow one another, and so do a lane's collectives, as on communication
+streams; a collective starts when all its members have come to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import simpy
+from simpy.events import EventPriority
+
+from sim.cost.collectives import across_lanes, between_lanes, ring
+from sim.cost.compute import ComputeCost
+from sim.cost.memory import peak_bytes
+from sim.cost.network import Network, Transfer, together
+from sim.cost.sharing import Route, max_min_rates, routes
+from sim.spec.cluster import Cluster
+from sim.spec.compile import compile_plan
+from sim.spec.counts import PRECISION_BYTES, boundary_bytes, embedding_parameters, head_parameters, layer_parameters
+from sim.spec.plan import LayerRange, Plan
+from sim.spec.program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Collective,
+    Compute,
+    Forward,
+    GatherParameters,
+    Instruction,
+    Lane,
+    OptimizerStep,
+    Program,
+    Recv,
+    RecvActivation,
+    RecvGradient,
+    ReduceGradients,
+    Send,
+    SendActivation,
+    SendGradient,
+    Sequences,
+    dependencies,
+    dry_run,
+)
+from sim.spec.trace import LinkUse, Span, Trace
+from sim.spec.version import VERSION
+
+RESHARE_PRIORITY = EventPriority(2)
+"""After simpy's urgent (0) and normal (1) events of the same instant, so that links are shared anew once per instant."""
+
+
+def simulate(plan: Plan, cluster: Cluster, seed: int = 0, jitter: float = 0.0, network: Network | None = None) -> Trace:
+    """The trace of one simulated iteration. Memory is reported, not judged: see `sim.cost.feasibility`.
+
+    `jitter` is the standard deviation of each device's speed, as a fraction, drawn with `seed`. `network` may be given to
+    keep its paths from one plan to the next. Raises InputError for a plan that cannot be compiled or names unknown devices.
+    """
+    program = compile_plan(plan)
+    network = network if network is not None else Network(cluster)
+    with _garbage_collector_paused():
+        return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter)).trace()
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Nothing is collected inside: a run makes hundreds of thousands of objects that stay, which Python would scan again and
+    again (a third of the time at 4,096 GPUs), and next to no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _slowdowns(cluster: Cluster, seed: int, jitter: float) -> Mapping[str, float]:
+    """How much longer than its kind each device computes."""
+    if jitter == 0:
+        return {}
+    drawn = np.random.default_rng(seed).normal(0.0, jitter, len(cluster.devices))
+    return {device.name: float(math.exp(x)) for device, x in zip(cluster.devices, drawn, strict=True)}
+
+
+# --- Flows -----------------------------------------------------------------------------------------------------------
+
+
+Callback: TypeAlias = Callable[[], None]
+
+
+class _Flow:
+    """A transfer under way: bytes left (on its most loaded link), its rate, and whom to tell when the last is sent and there."""
+
+    __slots__ = ("arrived", "left_bytes", "number", "rate", "route", "sent", "updated_s", "version")
+
+    def __init__(self, number: int, route: Route, now_s: float, arrived: Callback, sent: Callback | None) -> None:
+        self.number, self.route, self.arrived, self.sent = number, route, arrived, sent
+        self.left_bytes, self.rate, self.updated_s, self.version = route.size_bytes, 0.0, now_s, 0
+
+
+class _Flows:
+    """All transfers under way. Rates are shared anew only inside the connected component that changed, once per instant."""
+
+    def __init__(self, env: simpy.Environment, capacities: list[float]) -> None:
+        self.env, self.capacities = env, capacities
+        self._on_link: dict[int, dict[int, _Flow]] = {}
+        self._dirty: set[int] = set()
+        self._waiting = False
+        self._count = 0
+
+    def start(self, route: Route, arrived: Callback, sent: Callback | None = None) -> None:
+        """Starts a transfer; `sent` is called when the links are free of it, `arrived` when its last byte has arrived."""
+        self._count += 1
+        flow = _Flow(self._count, route, self.env.now, arrived, sent)
+        if route.size_bytes == 0:
+            self._arrive(flow)
+            return
+        alone = True
+        for link, _ in route.shares:
+            on_link = self._on_link.setdefault(link, {})
+            if on_link:
+                alone = False
+                self._dirty.add(link)
+            on_link[flow.number] = flow
+        if alone:
+            self._set_rate(flow, route.alone_bytes_per_s)
+        else:
+            self._share_later()
+
+    def _set_rate(self, flow: _Flow, rate: float) -> None:
+        """Gives a flow its new rate from now on, and the time it will end at."""
+        env = self.env
+        flow.left_bytes = max(0.0, flow.left_bytes - flow.rate * (env.now - flow.updated_s))
+        flow.rate, flow.updated_s = rate, env.now
+        flow.version += 1
+        version = flow.version
+
+        def end(_: object) -> None:
+            if flow.version == version:
+                self._end(flow)
+
+        env.timeout(flow.left_bytes / rate).callbacks.append(end)
+
+    def _end(self, flow: _Flow) -> None:
+        for link, _ in flow.route.shares:
+            on_link = self._on_link[link]
+            del on_link[flow.number]
+            if on_link:
+                self._dirty.add(link)
+                self._share_later()
+        self._arrive(flow)
+
+    def _arrive(self, flow: _Flow) -> None:
+        if flow.route.latency_s == 0:
+            flow.arrived()
+        else:
+            self.env.timeout(flow.route.latency_s).callbacks.append(lambda _: flow.arrived())
+        if flow.sent is not None:
+            flow.sent()
+
+    def _share_later(self) -> None:
+        """Shares the changed links anew after everything else that happens at this instant."""
+        if self._waiting:
+            return
+        self._waiting = True
+        event = simpy.Event(self.env)
+        event.callbacks.append(self._share)
+        event._ok, event._value = True, None
+        self.env.schedule(event, priority=RESHARE_PRIORITY)
+
+    def _share(self, _: object) -> None:
+        self._waiting = False
+        dirty, self._dirty = self._dirty, set()
+        seen: set[int] = set()
+        for link in sorted(dirty):
+            if link in seen:
+                continue
+            component: dict[int, _Flow] = {}
+            frontier = [link]
+            seen.add(link)
+            while frontier:
+                for number, flow in self._on_link[frontier.pop()].items():
+                    if number in component:
+                        continue
+                    component[number] = flow
+                    for other, _ in flow.route.shares:
+                        if other not in seen:
+                            seen.add(other)
+                            frontier.append(other)
+            flows = [component[number] for number in sorted(component)]
+            for flow, rate in zip(flows, max_min_rates([f.route for f in flows], self.capacities), strict=True):
+                if rate != flow.rate:
+                    self._set_rate(flow, rate)
+
+
+# --- The run ---------------------------------------------------------------------------------------------------------
+
+
+class _Shape:
+    """A transfer that instructions use over and over, its route, and how often it was used."""
+
+    __slots__ = ("route", "transfer", "uses")
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer, self.uses = transfer, 0
+        self.route: Route | None = None
+
+
+@dataclass
+class _Work:
+    """What a compute instruction takes: seconds, then the transfer of its collectives where that is not folded into them."""
+
+    seconds: float
+    shape: _Shape | None
+
+
+@dataclass
+class _LaneState:
+    """A lane while it runs: its work, its messages, its communication stream, and the types that wait for asynchronous ones."""
+
+    lane: Lane
+    work: dict[tuple[type[Instruction], LayerRange | None], _Work]
+    messages: dict[tuple[type[Instruction], str, int, Sequences], _Shape]
+    waiting_types: frozenset[type[Instruction]]
+    queue: deque[Collective] = field(default_factory=deque)
+    outgoing: dict[tuple[type[Instruction], str], deque[Send]] = field(default_factory=dict)
+
+
+Key: TypeAlias = tuple[str, Instruction]
+
+
+class _Run:
+    """One simulation: the lanes as simpy processes, and the handlers of all instruction types."""
+
+    def __init__(self, plan: Plan, program: Program, cluster: Cluster, network: Network, slowdowns: Mapping[str, float]) -> None:
+        self.plan, self.program, self.cluster, self.network = plan, program, cluster, network
+        self.env = simpy.Environment()
+        self.spans: list[Span] = []
+        self._shapes: list[_Shape] = []
+        self._handlers: Mapping[type[Instruction], Callable[[_LaneState, Any], simpy.Event | None]] = {
+            Forward: self._compute,
+            Backward: self._compute,
+            BackwardInput: self._compute,
+            BackwardWeight: self._compute,
+            OptimizerStep: self._compute,
+            SendActivation: self._send,
+            SendGradient: self._send,
+            RecvActivation: self._receive,
+            RecvGradient: self._receive,
+            ReduceGradients: self._collective,
+            GatherParameters: self._collective,
+        }
+        cost = ComputeCost(plan, cluster)
+        owners = self._switch_owners()
+        self._states = {lane.name: self._prepared(lane, cost, owners, slowdowns) for lane in program.lanes}
+        self._exchanges = self._prepared_exchanges()
+        for shape, route in zip(
+            self._shapes, routes([shape.transfer for shape in self._shapes], network.capacities()), strict=True
+        ):
+            shape.route = route
+        self._flows = _Flows(self.env, network.capacities())
+        self._finished: set[Key] = set()
+        self._waiters: dict[Key, simpy.Event] = {}
+        self._arrived: dict[Collective, int] = {}
+        self._under_way: set[Collective] = set()
+
+    # --- Preparation ---
+
+    def _shape(self, transfer: Transfer) -> _Shape:
+        shape = _Shape(transfer)
+        self._shapes.append(shape)
+        return shape
+
+    def _switch_owners(self) -> set[str]:
+        """The lanes whose devices share one NVLink node that no other lane has devices on."""
+        lanes_on: dict[str, set[str]] = {}
+        for lane in self.program.lanes:
+            for device in lane.devices:
+                lanes_on.setdefault(self.cluster.device(device).node.name, set()).add(lane.name)
+        owners = set()
+        for lane in self.program.lanes:
+            nodes = {node.name: node for node in (self.cluster.device(device).node for device in lane.devices)}
+            if all(node.intra.is_nvlink and len(lanes_on[name]) == 1 for name, node in nodes.items()) and len(nodes) == 1:
+                owners.add(lane.name)
+        return owners
+
+    def _prepared(self, lane: Lane, cost: ComputeCost, owners: set[str], slowdowns: Mapping[str, float]) -> _LaneState:
+        """The lane's state, with the work and the messages of its instructions found beforehand."""
+        slowdown = max(slowdowns.get(device, 1.0) for device in lane.devices)
+        state = _LaneState(lane, {}, {}, frozenset())
+        kinds: set[type[Instruction]] = set()
+        for i in lane.instructions:
+            kinds.add(type(i))
+            if isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
+                work_key = (type(i), None if isinstance(i, OptimizerStep) else i.layers)
+                if work_key not in state.work:
+                    state.work[work_key] = self._work(lane, i, cost, lane.name in owners, slowdown)
+            elif isinstance(i, (SendActivation, SendGradient)):
+                message_key = (type(i), i.peer, i.layer, i.sequences)
+                if message_key not in state.messages:
+                    state.messages[message_key] = self._shape(self._message(lane, self.program.by_name[i.peer], i))
+        # Lane order settles every dependency but those on instructions that do not block.
+        waiting = {OptimizerStep} | ({Forward, Backward, BackwardInput} if lane.split == "all" else set())
+        state.waiting_types = frozenset(kinds & waiting)
+        return state
+
+    def _work(self, lane: Lane, instruction: Compute | OptimizerStep, cost: ComputeCost, folded: bool, slowdown: float) -> _Work:
+        """Seconds and collectives of one instruction; on an NVLink switch that the lane has to itself, seconds alone."""
+        seconds = cost.seconds(lane, instruction) * slowdown
+        if isinstance(instruction, OptimizerStep):
+            return _Work(seconds, None)
+        transfer = together(
+            ring(self.network, collective.kind, lane.devices, collective.num_bytes, collective.count)
+            for collective in cost.collectives(lane, instruction)
+        )
+        if not transfer or folded:
+            return _Work(seconds + self.network.alone_s(transfer), None)
+        return _Work(seconds, self._shape(transfer))
+
+    def _message(self, sender: Lane, receiver: Lane, instruction: Send) -> Transfer:
+        """The transfer of an activation, or its gradient, between two lanes."""
+        start, stop = instruction.sequences
+        num_bytes = boundary_bytes(
+            self.plan.transformer, stop - start, self.plan.sequence_length, PRECISION_BYTES[self.plan.precision]
+        )
+        return between_lanes(self.network, sender.devices, receiver.devices, num_bytes, self.plan.sequence_parallel)
+
+    def _prepared_exchanges(self) -> dict[Collective, _Shape]:
+        """The transfers of all collectives; those of every micro-batch alike are one shape."""
+        by_form: dict[tuple[type[Collective], LayerRange, tuple[str, ...]], _Shape] = {}
+        exchanges = {}
+        for instruction, members in self.program.members.items():
+            form = (type(instruction), instruction.layers, members)
+            if form not in by_form:
+                by_form[form] = self._shape(self._exchange(instruction, members))
+            exchanges[instruction] = by_form[form]
+        return exchanges
+
+    def _exchange(self, instruction: Collective, members: tuple[str, ...]) -> Transfer:
+        """The transfer of a gradient reduction or parameter gather over its members."""
+        model = self.plan.transformer
+        start, stop = instruction.layers
+        if start < stop:
+            parameters = (stop - start) * layer_parameters(model)
+        else:
+            parameters = embedding_parameters(model) if start == 0 else head_parameters(model)
+        if isinstance(instruction, ReduceGradients):
+            kind = "all_reduce" if self.plan.zero_stage == 0 else "reduce_scatter"
+            num_bytes = parameters * PRECISION_BYTES[self.plan.gradient_precision]
+        else:
+            kind, num_bytes = "all_gather", parameters * PRECISION_BYTES[self.plan.precision]
+        return across_lanes(self.network, kind, [self.program.by_name[name].devices for name in members], num_bytes)
+
+    # --- Execution ---
+
+    def trace(self) -> Trace:
+        """Runs everything and returns what happened."""
+        for state in self._states.values():
+            self.env.process(self._lane(state))
+        self.env.run()
+        if len(self.spans) != self.program.instruction_count:
+            dry_run(self.program)  # raises, and shows where the lanes stand
+            raise RuntimeError(f"{self.program.instruction_count - len(self.spans)} instructions were never executed")
+        capacities = self.network.links
+        num_bytes: dict[int, float] = {}
+        for shape in self._shapes:
+            for link, load in shape.transfer.loads:
+                num_bytes[link] = num_bytes.get(link, 0.0) + load * shape.uses
+        links = tuple(
+            LinkUse(capacities[link].name, capacities[link].capacity_bytes_per_s, num_bytes[link]) for link in sorted(num_bytes)
+        )
+        return Trace(
+            plan=self.plan,
+            cluster=self.cluster.name,
+            origin="simulated",
+            iteration_s=max(span.end_s for span in self.spans),
+            lanes={lane.name: lane.devices for lane in self.program.lanes},
+            spans=tuple(self.spans),
+            peak_bytes=peak_bytes(self.plan, self.cluster),
+            links=links,
+            versions={"motley": VERSION},
+        )
+
+    def _lane(self, state: _LaneState) -> Generator[simpy.Event, object, None]:
+        """The process of one lane: its instructions in order, each after what it waits for."""
+        handlers, waiting_types, lane = self._handlers, state.waiting_types, state.lane
+        for instruction in lane.instructions:
+            kind = type(instruction)
+            if kind in waiting_types:
+                for key in dependencies(lane, instruction):
+                    if isinstance(key[1], (ReduceGradients, GatherParameters)) and key not in self._finished:
+                        yield self._waiter(key)
+            event = handlers[kind](state, instruction)
+            if event is not None:
+                yield event
+
+    def _waiter(self, key: Key) -> simpy.Event:
+        """The event of an asynchronous instruction's end."""
+        event = self._waiters[key] = self.env.event()
+        return event
+
+    def _finish(self, key: Key) -> None:
+        """Marks the end of an asynchronous instruction."""
+        self._finished.add(key)
+        event = self._waiters.pop(key, None)
+        if event is not None:
+            event.succeed()
+
+    def _start(self, shape: _Shape, arrived: Callback, sent: Callback | None = None) -> None:
+        shape.uses += 1
+        assert shape.route is not None
+        self._flows.start(shape.route, arrived, sent)
+
+    def _compute(self, state: _LaneState, instruction: Compute | OptimizerStep) -> simpy.Event:
+        """Computes; then, where its tensor-parallel collectives share links with others, waits for their transfer."""
+        env, name = self.env, state.lane.name
+        work = state.work[type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers]
+        start_s = env.now
+        computed = env.timeout(work.seconds)
+        if work.shape is None:
+            self.spans.append(Span(name, instruction, start_s, start_s + work.seconds))
+            return computed
+        shape, finished = work.shape, env.event()
+
+        def end() -> None:
+            self.spans.append(Span(name, instruction, start_s, env.now, round(shape.transfer.num_bytes)))
+            finished.succeed()
+
+        computed.callbacks.append(lambda _: self._start(shape, end))
+        return finished
+
+    def _send(self, state: _LaneState, instruction: Send) -> None:
+        """Hands a message over and goes on; it starts when those before it to the same peer are sent."""
+        queue = state.outgoing.setdefault((type(instruction), instruction.peer), deque())
+        queue.append(instruction)
+        if len(queue) == 1:
+            self._start_message(state, queue)
+
+    def _start_message(self, state: _LaneState, queue: deque[Send]) -> None:
+        """Starts the first message of a queue."""
+        env, name, instruction = self.env, state.lane.name, queue[0]
+        shape = state.messages[type(instruction), instruction.peer, instruction.layer, instruction.sequences]
+        start_s = env.now
+
+        def arrived() -> None:
+            self.spans.append(Span(name, instruction, start_s, env.now, round(shape.transfer.num_bytes)))
+            self._finish((name, instruction))
+
+        def sent() -> None:
+            queue.popleft()
+            if queue:
+                self._start_message(state, queue)
+
+        self._start(shape, arrived, sent)
+
+    def _receive(self, state: _LaneState, instruction: Recv) -> simpy.Event | None:
+        """Waits until the message has arrived."""
+        env, name = self.env, state.lane.name
+        (key,) = dependencies(state.lane, instruction)
+        start_s = env.now
+        if key in self._finished:
+            self.spans.append(Span(name, instruction, start_s, start_s))
+            return None
+        event = self._waiter(key)
+        event.callbacks.append(lambda _: self.spans.append(Span(name, instruction, start_s, env.now)))
+        return event
+
+    def _collective(self, state: _LaneState, instruction: Collective) -> None:
+        """Joins a collective and goes on; the last member to come starts it."""
+        state.queue.append(instruction)
+        self._arrived[instruction] = self._arrived.get(instruction, 0) + 1
+        self._start_collective(instruction)
+
+    def _start_collective(self, instruction: Collective) -> None:
+        """Starts a collective if all members have come to it and none of them is still busy with an earlier one."""
+        members = self.program.members[instruction]
+        if self._arrived[instruction] < len(members) or instruction in self._under_way:
+            return
+        if any(self._states[member].queue[0] != instruction for member in members):
+            return
+        self._under_way.add(instruction)
+        env, shape, start_s = self.env, self._exchanges[instruction], self.env.now
+
+        def end() -> None:
+            share = round(shape.transfer.num_bytes / len(members))
+            for member in members:
+                self.spans.append(Span(member, instruction, start_s, env.now, share))
+                self._states[member].queue.popleft()
+                self._finish((member, instruction))
+            following = dict.fromkeys(self._states[member].queue[0] for member in members if self._states[member].queue)
+            for collective in following:
+                self._start_collective(collective)
+
+        self._start(shape, end)

@@ -1,0 +1,324 @@
+"""Bytes per device, against closed forms, published measurements, and the laws they obey."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.cost.memory import CONTEXT_BYTES, MemoryParts, count_holders, lane_parts, memory_parts, peak_bytes
+from sim.spec.cluster import Cluster, Intra, Nic, Node
+from sim.spec.compile import compile_plan, holders
+from sim.spec.counts import total_parameters
+from sim.spec.gpu import gpu_kind
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.transformer import Transformer, transformer
+
+TINY = Transformer(name="tiny", layers=8, hidden=64, ffn=128, heads=4, vocab=256, tied_embeddings=True)
+
+
+def uniform(
+    model: str | Transformer,
+    tensor: int = 1,
+    depth: int = 1,
+    copies: int = 1,
+    micro_batch: int = 1,
+    micro_batches: int = 64,
+    sequence_length: int = 4096,
+    recompute: str = "none",
+    **fields: object,
+) -> Plan:
+    """Equal pipelines, cut as evenly as it goes."""
+    shape = transformer(model) if isinstance(model, str) else model
+    cuts = [round(i * shape.layers / depth) for i in range(depth + 1)]
+
+    def stage(pipeline: int, s: int) -> Stage:
+        first = (pipeline * depth + s) * tensor
+        devices = tuple(f"gpu/{i}" for i in range(first, first + tensor))
+        return Stage((Replica(devices, micro_batch),), ((cuts[s], cuts[s + 1]),), recompute)
+
+    pipelines = tuple(Pipeline(micro_batch, micro_batches, tuple(stage(p, s) for s in range(depth))) for p in range(copies))
+    batch = micro_batch * micro_batches * copies
+    return Plan("toy", model, sequence_length, batch, pipelines, **fields)  # type: ignore[arg-type]
+
+
+def cluster(gpus: int, kind: str = "A100-80GB-SXM") -> Cluster:
+    return Cluster("toy", (Node("gpu", gpu_kind(kind), gpus, Intra("nvlink", 3e11), Nic("ethernet", 1e9)),))
+
+
+def highest(plan: Plan) -> MemoryParts:
+    return max((parts for _, _, _, parts in lane_parts(plan)), key=lambda parts: parts.total)
+
+
+def allocated(plan: Plan) -> float:
+    """GiB of the fullest device that the framework allocates: without its context and what it cannot use."""
+    parts = highest(plan)
+    return (parts.total - parts.context - parts.reserve) / 2**30
+
+
+# --- Published -------------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_gpt3_are_those_of_korthikanti_without_dropout_and_scores() -> None:
+    # 175B, tensor parallel 8, pipeline of 8, 2048 tokens: as many micro-batches in flight at the first stage as make up for
+    # its share of the 96 layers. Table 2 of arXiv:2205.05198, less masks (2 of 10 and of 34) and with flash attention.
+    tokens, hidden, layers, t = 2048, 12288, 96, 8
+    none = memory_parts(uniform("gpt3-175b", 8, 8, sequence_length=2048), 0, 0)
+    softmax = 4 * 96 * tokens // t
+    assert none.activations == layers * (tokens * hidden * (8 + 24 // t) + softmax)
+    selective = uniform("gpt3-175b", 8, 8, sequence_length=2048, recompute="selective", sequence_parallel=True)
+    assert memory_parts(selective, 0, 0).activations == layers * tokens * hidden * 32 // t
+    full = uniform("gpt3-175b", 8, 8, sequence_length=2048, recompute="full")
+    assert memory_parts(full, 0, 0).activations == layers * tokens * hidden * 2
+
+
+def test_the_state_of_gpt3_is_18_bytes_a_parameter_over_64_gpus() -> None:
+    parts = memory_parts(uniform("gpt3-175b", 8, 8, sequence_length=2048), 0, 3)
+    state = parts.parameters + parts.gradients + parts.optimizer
+    assert state == pytest.approx(18 * 175e9 / 64, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "ffn", "heads", "tensor", "depth", "copies", "measured_gib"),
+    [
+        (12, 8192, 28672, 64, 1, 2, 4, 66.55),
+        (12, 8192, 28672, 64, 2, 1, 4, 60.68),
+        (12, 8192, 28672, 64, 4, 1, 2, 39.07),
+        (12, 8192, 28672, 64, 8, 1, 1, 28.29),
+        (4, 16384, 53248, 128, 1, 2, 4, 87.08),
+        (4, 16384, 53248, 128, 2, 1, 4, 81.59),
+        (4, 16384, 53248, 128, 4, 1, 2, 52.89),
+    ],
+)
+def test_megatron_allocates_what_is_counted_within_6_percent(
+    layers: int, hidden: int, ffn: int, heads: int, tensor: int, depth: int, copies: int, measured_gib: float
+) -> None:
+    # SimuMax's runs on B200: Llama 3 70B and 405B with fewer layers, micro-batch 1 of 4096 tokens, distributed optimizer.
+    model = Transformer("llama-3", layers, hidden, ffn, heads, 128256, kv_heads=8)
+    plan = uniform(model, tensor, depth, copies, sequence_parallel=tensor > 1)
+    assert allocated(plan) == pytest.approx(measured_gib, rel=0.06)
+
+
+@pytest.mark.parametrize(("vocab", "tokens", "measured_gib"), [(32768, 2048, 16.01), (131072, 2048, 21.00), (32768, 4096, 22.23)])
+def test_a_pipeline_of_eight_stages_allocates_what_is_counted_within_3_percent(
+    vocab: int, tokens: int, measured_gib: float
+) -> None:
+    # The baseline of "Balancing Pipeline Parallelism with Vocabulary Parallelism", GPT 4B on eight A100s, 1F1B.
+    gpt = Transformer(
+        "gpt-4b", 32, 3072, 12288, 24, vocab, activation="gelu", norm="layernorm", attention_bias="all", mlp_bias=True
+    )
+    model = replace(gpt, position="learned", max_positions=tokens)
+    assert allocated(uniform(model, 1, 8, micro_batches=128, sequence_length=tokens)) == pytest.approx(measured_gib, rel=0.03)
+
+
+# --- Fits or not -----------------------------------------------------------------------------------------------------
+
+
+def test_llama_2_7b_in_mixed_precision_does_not_fit_on_one_80_gb_gpu() -> None:
+    parts = memory_parts(uniform("llama-2-7b"), 0, 0)
+    assert parts.parameters + parts.gradients + parts.optimizer == 18 * total_parameters(transformer("llama-2-7b"))
+    assert parts.total > gpu_kind("A100-80GB-SXM").memory_bytes
+    lighter = memory_parts(uniform("llama-2-7b", recompute="full", gradient_precision="bf16"), 0, 0)
+    assert lighter.total > gpu_kind("A100-80GB-SXM").memory_bytes
+
+
+def test_llama_2_7b_fits_on_eight_80_gb_gpus_with_zero_or_tensor_parallelism() -> None:
+    capacity = gpu_kind("A100-80GB-SXM").memory_bytes
+    assert highest(uniform("llama-2-7b", copies=8, recompute="selective")).total < capacity
+    assert highest(uniform("llama-2-7b", tensor=8, zero_stage=0)).total < capacity
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_llama_2_13b_never_fits_on_one_24_gb_gpu(zero_stage: int, optimizer: str) -> None:
+    plan = uniform("llama-2-13b", zero_stage=zero_stage, optimizer=optimizer, gradient_precision="bf16", recompute="full")
+    assert highest(plan).total > gpu_kind("RTX4090").memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "depth", "micro_batch"),
+    [("megatron-22b", 1, 4), ("gpt3-175b", 8, 1), ("megatron-530b", 35, 1), ("megatron-1t", 64, 1)],
+)
+@pytest.mark.parametrize(("recompute", "sequence_parallel"), [("full", False), ("selective", True)])
+def test_the_models_that_korthikanti_trained_on_80_gb_gpus_fit(
+    model: str, depth: int, micro_batch: int, recompute: str, sequence_parallel: bool
+) -> None:
+    # arXiv:2205.05198: tensor parallel 8, pipelines as deep as given here, no ZeRO (without its interleaving).
+    plan = uniform(model, 8, depth, 1, micro_batch, 64, 2048, recompute, sequence_parallel=sequence_parallel, zero_stage=0)
+    assert highest(plan).total < gpu_kind("A100-80GB-SXM").memory_bytes
+
+
+# --- By hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_gradients_and_states_have_the_bytes_of_their_precision() -> None:
+    count = total_parameters(TINY)
+    expected = {
+        ("bf16", "fp32", "adamw"): (2, 4, 12),
+        ("bf16", "bf16", "adamw"): (2, 2, 12),
+        ("fp32", "fp32", "adamw"): (4, 4, 8),
+        ("fp16", "fp32", "sgd"): (2, 4, 8),
+        ("tf32", "fp32", "sgd"): (4, 4, 4),
+    }
+    for (precision, gradient_precision, optimizer), (parameter, gradient, state) in expected.items():
+        plan = uniform(TINY, precision=precision, gradient_precision=gradient_precision, optimizer=optimizer)
+        parts = memory_parts(plan, 0, 0)
+        assert (parts.parameters, parts.gradients, parts.optimizer) == (count * parameter, count * gradient, count * state)
+
+
+def test_zero_divides_what_its_stage_says_over_the_lanes() -> None:
+    count, lanes = total_parameters(TINY), 4
+    for zero_stage, (gradients, states) in enumerate([(1, 1), (1, lanes), (lanes, lanes)]):
+        parts = memory_parts(uniform(TINY, copies=lanes, zero_stage=zero_stage), 2, 0)
+        assert (parts.gradients, parts.optimizer) == (4 * count // gradients, 12 * count // states)
+        assert parts.parameters == 2 * count
+
+
+def test_zero_3_keeps_a_shard_two_buckets_and_the_ends() -> None:
+    # Llama 2 7B: 202,383,360 parameters a layer, so that each is a bucket; embedding and head 131,072,000 and a norm of 4096.
+    parts = memory_parts(uniform("llama-2-7b", copies=8, zero_stage=3), 0, 0)
+    assert parts.parameters == 2 * ((32 // 8 + 2) * 202_383_360 + 2 * 131_072_000 + 4096)
+
+
+def test_pipelines_of_different_cuts_shard_each_layer_over_those_that_hold_it() -> None:
+    # Layers:      0   2   4       8      Stages [0, 4) and [4, 8) beside [0, 2) and [2, 8): each layer is held twice, but the
+    #  pipeline 0  |-------|-------|      third pipeline of one stage makes that thrice.
+    #  pipeline 1  |---|-----------|
+    #  pipeline 2  |---------------|
+    def pipeline(name: str, cuts: list[int]) -> Pipeline:
+        stages = [Stage((Replica((f"{name}/{i}",), 1),), (cut,)) for i, cut in enumerate(itertools.pairwise(cuts))]
+        return Pipeline(1, 4, tuple(stages))
+
+    untied = replace(TINY, tied_embeddings=False)
+    plan = Plan("toy", untied, 32, 12, (pipeline("a", [0, 4, 8]), pipeline("b", [0, 2, 8]), pipeline("c", [0, 8])))
+    layer, ends = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, (256 * 64, 256 * 64 + 64)
+    assert memory_parts(plan, 0, 0).optimizer == round(12 * (4 * layer + ends[0]) / 3)
+    assert memory_parts(plan, 1, 1).optimizer == round(12 * (6 * layer + ends[1]) / 3)
+    without = replace(plan, global_batch=8, pipelines=plan.pipelines[:2])
+    assert memory_parts(without, 0, 0).optimizer == round(12 * (4 * layer + ends[0]) / 2)
+
+
+def test_the_head_of_a_tied_pipeline_holds_a_copy_of_the_embedding() -> None:
+    layer, embedding, norm = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, 256 * 64, 64
+    plan = uniform(TINY, depth=2, zero_stage=0)
+    assert memory_parts(plan, 0, 1).parameters == 2 * (4 * layer + embedding + norm)
+    assert memory_parts(uniform(TINY, zero_stage=0), 0, 0).parameters == 2 * (8 * layer + embedding + norm)
+    # Under ZeRO the copy shares the embedding's state: two lanes hold it.
+    assert memory_parts(uniform(TINY, depth=2), 0, 1).optimizer == 12 * (4 * layer + embedding // 2 + norm)
+
+
+def test_only_inner_stages_have_buffers_on_both_sides() -> None:
+    plan = uniform(TINY, depth=3, sequence_length=32)
+    boundary = 32 * 64 * 2
+    assert [memory_parts(plan, 0, s).buffers for s in range(3)] == [4 * boundary, 8 * boundary, 4 * boundary]
+    assert memory_parts(uniform(TINY), 0, 0).buffers == 0
+
+
+def test_each_micro_batch_in_flight_keeps_its_activations() -> None:
+    plan = uniform(TINY, depth=4, micro_batches=8)
+    activations = [memory_parts(plan, 0, s).activations for s in range(4)]
+    assert [each / activations[-1] for each in activations] == [4, 3, 2, 1]
+    gpipe = replace(plan, schedule="gpipe")
+    assert [memory_parts(gpipe, 0, s).activations / activations[-1] for s in range(4)] == [8, 8, 8, 8]
+    assert memory_parts(gpipe, 0, 3).logits > memory_parts(plan, 0, 3).logits > memory_parts(plan, 0, 2).logits == 0
+
+
+def test_every_device_of_the_plan_has_the_peak_of_its_lane() -> None:
+    plan = uniform(TINY, tensor=2, depth=2, copies=2)
+    peaks = peak_bytes(plan, cluster(8))
+    assert tuple(peaks) == plan.devices
+    assert peaks["gpu/6"] == peaks["gpu/7"] == memory_parts(plan, 1, 1).total
+    assert all(type(peak) is int and peak > CONTEXT_BYTES for peak in peaks.values())
+
+
+def test_a_lane_that_is_not_there_is_refused() -> None:
+    with pytest.raises(IndexError, match="no lane with pipeline 0, stage 3"):
+        memory_parts(uniform(TINY), 0, 3)
+
+
+# --- Laws ------------------------------------------------------------------------------------------------------------
+
+models = st.builds(
+    Transformer,
+    name=st.just("some"),
+    layers=st.integers(4, 12),
+    hidden=st.sampled_from([64, 256, 1024]),
+    ffn=st.sampled_from([128, 1000]),
+    heads=st.sampled_from([4, 8]),
+    vocab=st.integers(100, 5000),
+    activation=st.sampled_from(["gelu", "swiglu"]),
+    tied_embeddings=st.booleans(),
+)
+plans = st.builds(
+    uniform,
+    models,
+    tensor=st.sampled_from([1, 2, 4]),
+    depth=st.integers(1, 4),
+    copies=st.integers(1, 3),
+    micro_batch=st.integers(1, 3),
+    micro_batches=st.integers(1, 8),
+    sequence_length=st.sampled_from([16, 512]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    zero_stage=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+)
+
+
+def never_more(smaller: Plan, larger: Plan) -> None:
+    world = cluster(64)
+    less, more = peak_bytes(smaller, world), peak_bytes(larger, world)
+    assert all(less[device] <= more[device] for device in more)
+
+
+@given(plans, st.integers(0, 2))
+def test_a_higher_zero_stage_never_needs_more(plan: Plan, stage: int) -> None:
+    never_more(replace(plan, zero_stage=stage + 1), replace(plan, zero_stage=stage))
+
+
+@given(plans)
+def test_more_recomputation_never_needs_more(plan: Plan) -> None:
+    def with_recompute(mode: str) -> Plan:
+        pipelines = tuple(
+            replace(pipeline, stages=tuple(replace(stage, recompute=mode) for stage in pipeline.stages))
+            for pipeline in plan.pipelines
+        )
+        return replace(plan, pipelines=pipelines)
+
+    never_more(with_recompute("selective"), with_recompute("none"))
+    never_more(with_recompute("full"), with_recompute("selective"))
+
+
+@given(plans)
+def test_1f1b_never_needs_more_than_gpipe(plan: Plan) -> None:
+    never_more(replace(plan, schedule="1f1b"), replace(plan, schedule="gpipe"))
+
+
+@given(plans)
+def test_sequence_parallelism_never_needs_more(plan: Plan) -> None:
+    never_more(replace(plan, sequence_parallel=True), replace(plan, sequence_parallel=False))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), max_size=3), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.booleans(),
+)
+def test_holders_are_those_of_the_compiled_program(inner: list[list[int]], replicas: list[int], tied: bool) -> None:
+    pipelines = []
+    for p, cuts in enumerate(inner):
+        bounds = [0, *sorted(set(cuts) - {0, 8}), 8]
+        stages = []
+        for s, layers in enumerate(itertools.pairwise(bounds)):
+            shares = [Replica((f"{p}-{s}/{i}",), 1) for i in range(replicas[p])]
+            stages.append(Stage(tuple(shares), (layers,)))
+        pipelines.append(Pipeline(replicas[p], 1, tuple(stages)))
+    model = replace(TINY, tied_embeddings=tied)
+    plan = Plan("toy", model, 16, sum(p.micro_batch for p in pipelines), tuple(pipelines))
+    lanes, counted = list(compile_plan(plan).lanes), count_holders(plan)
+    assert counted.layers == tuple(len(holders(lanes, (i, i + 1), model)) for i in range(8))
+    assert (counted.embedding, counted.head) == (len(holders(lanes, (0, 0), model)), len(holders(lanes, (8, 8), model)))

@@ -1,0 +1,440 @@
+"""The simulator against timelines drawn by hand, closed forms and laws that hold for every plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sim.engine
+from sim.cost.feasibility import infeasible
+from sim.cost.network import Network, Transfer
+from sim.cost.sharing import Route, routes
+from sim.engine import _Flows, _Run, simulate
+from sim.metrics import report
+from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.compile import compile_plan
+from sim.spec.counts import total_parameters
+from sim.spec.plan import Plan, Stage, read_plan
+from sim.spec.program import (
+    INSTRUCTIONS,
+    Backward,
+    Forward,
+    GatherParameters,
+    OptimizerStep,
+    RecvActivation,
+    RecvGradient,
+    ReduceGradients,
+    SendActivation,
+    SendGradient,
+    dependencies,
+    instruction_text,
+)
+from sim.spec.reading import InputError
+from sim.spec.trace import Span, Trace
+from tests.strategies import worlds
+from tests.worlds import GivenCost, ethernet_cluster, plan, stage
+
+Given = Callable[[float, float], None]
+
+COLLECTIVES = (ReduceGradients, GatherParameters)
+
+
+@pytest.fixture
+def every_device_takes(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Fixes forward and backward seconds per layer for devices n0/0 ... n9/9."""
+
+    def fix(forward_s: float, backward_s: float) -> None:
+        names = [f"n{i}/{j}" for i in range(10) for j in range(10)]
+        cost = GivenCost(dict.fromkeys(names, forward_s), dict.fromkeys(names, backward_s))
+        monkeypatch.setattr(sim.engine, "ComputeCost", cost)
+
+    return fix
+
+
+def drawn(trace: Trace, lane: str) -> list[tuple[str, float, float]]:
+    """The computations of one lane as (text, start, end), waits left out."""
+    spans = [s for s in trace.spans if s.lane == lane and isinstance(s.instruction, (Forward, Backward))]
+    return [(instruction_text(s.instruction), round(s.start_s, 9), round(s.end_s, 9)) for s in spans]
+
+
+def one_layer_pipeline(depth: int) -> list[Stage]:
+    """Stages of one layer, one per node."""
+    return [stage(f"n{s}/0", (s, s + 1)) for s in range(depth)]
+
+
+# --- Closed forms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@given(depth=st.integers(1, 6), micro_batches=st.integers(1, 12), f=st.floats(0.1, 3), b=st.floats(0.1, 3))
+def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, depth: int, micro_batches: int, f: float, b: float) -> None:
+    names = {f"n{i}/0" for i in range(6)}
+    cluster = ethernet_cluster([1] * max(depth, 2), bytes_per_s=1e30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
+        trace = simulate(plan([one_layer_pipeline(depth)], micro_batches, schedule=schedule), cluster)
+    # Huang et al. (2019), Narayanan et al. (2021): the bubble is (p-1)/(m+p-1) of the iteration.
+    assert trace.iteration_s == pytest.approx((micro_batches + depth - 1) * (f + b), rel=1e-12)
+
+
+# --- Timelines drawn by hand -----------------------------------------------------------------------------------------
+
+
+def test_unequal_stages_follow_the_timeline_drawn_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    # seconds  0  1  2  3     7     9  10    13    15    19    21
+    # p0s0     F0 F1 .  .  .  B0    F2 .     B1    .     B2
+    # p0s1     .  F0    B0    F1 B1          F2 B2
+    cost = GivenCost({"n0/0": 1.0, "n1/0": 2.0}, {"n0/0": 2.0, "n1/0": 4.0})
+    monkeypatch.setattr(sim.engine, "ComputeCost", cost)
+    trace = simulate(plan([one_layer_pipeline(2)], 3), ethernet_cluster([1, 1], 1e30))
+    assert drawn(trace, "p0s0") == [
+        ("F0[0:1]", 0, 1),
+        ("F1[0:1]", 1, 2),
+        ("B0[0:1]", 7, 9),
+        ("F2[0:1]", 9, 10),
+        ("B1[0:1]", 13, 15),
+        ("B2[0:1]", 19, 21),
+    ]
+    assert drawn(trace, "p0s1") == [
+        ("F0[1:2]", 1, 3),
+        ("B0[1:2]", 3, 7),
+        ("F1[1:2]", 7, 9),
+        ("B1[1:2]", 9, 13),
+        ("F2[1:2]", 13, 15),
+        ("B2[1:2]", 15, 19),
+    ]
+
+
+def test_a_message_takes_its_bytes_over_the_rate_and_the_latency(every_device_takes: Given) -> None:
+    # 8 bytes at 16 bytes/s and 0.25 s of latency: F [0, 1], sent [1, 1.75], F [1.75, 2.75], B [2.75, 4.75], sent, B [5.5, 7.5]
+    every_device_takes(1.0, 2.0)
+    trace = simulate(plan([one_layer_pipeline(2)], 1), ethernet_cluster([1, 1], bytes_per_s=16, latency_s=0.25))
+    assert drawn(trace, "p0s1") == [("F0[1:2]", 1.75, 2.75), ("B0[1:2]", 2.75, 4.75)]
+    assert drawn(trace, "p0s0")[-1] == ("B0[0:1]", 5.5, 7.5)
+
+
+def test_sends_do_not_block_the_computation_that_follows(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    trace = simulate(plan([one_layer_pipeline(2)], 2, schedule="gpipe"), ethernet_cluster([1, 1], bytes_per_s=4))
+    assert drawn(trace, "p0s0")[:2] == [("F0[0:1]", 0, 1), ("F1[0:1]", 1, 2)]
+    assert drawn(trace, "p0s1")[:2] == [("F0[1:2]", 3, 4), ("F1[1:2]", 5, 6)]  # the second message followed the first
+
+
+def test_two_pipelines_over_one_card_take_twice_as_long_for_each_message(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster = ethernet_cluster([2, 2], bytes_per_s=16)
+    both = [[stage(f"n0/{i}", (0, 1)), stage(f"n1/{i}", (1, 2))] for i in range(2)]
+    alone = simulate(plan([both[0]], 1), cluster)
+    shared = simulate(plan(both, 1, zero_stage=0, overlap_gradients=False), cluster)
+    assert drawn(alone, "p0s1")[0] == ("F0[1:2]", 1.5, 2.5)
+    assert drawn(shared, "p0s1")[0] == ("F0[1:2]", 2.0, 3.0)
+    assert drawn(shared, "p1s1")[0] == ("F0[1:2]", 2.0, 3.0)
+
+
+def test_the_gradient_ring_moves_two_n_minus_1_over_n_of_the_bytes(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 2.0)
+    for n in (2, 3, 4):
+        replicas = [[stage(f"n{i}/0", (0, 1))] for i in range(n)]
+        given_plan = plan(replicas, 1, zero_stage=0, overlap_gradients=False)
+        trace = simulate(given_plan, ethernet_cluster([1] * n, bytes_per_s=100.0))
+        model = given_plan.transformer
+        # Embedding, layer and head follow one another on the communication stream, in fp32.
+        ring_s = 2 * (n - 1) / n * 4 * total_parameters(model) / 100.0
+        assert trace.iteration_s == pytest.approx(3.0 + ring_s, rel=1e-12)
+
+
+def test_reductions_overlap_the_last_backward_only_where_the_plan_says_so(
+    every_device_takes: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_device_takes(1.0, 2.0)
+    monkeypatch.setattr("sim.spec.compile.BUCKET_PARAMETERS", 1)
+    cluster = ethernet_cluster([1, 1], bytes_per_s=1e4)
+    replicas = [[stage(f"n{i}/0", (0, 4))] for i in range(2)]
+    end = {overlap: simulate(plan(replicas, 2, zero_stage=0, overlap_gradients=overlap), cluster) for overlap in (False, True)}
+    first = {
+        overlap: min(s.start_s for s in trace.spans if isinstance(s.instruction, ReduceGradients))
+        for overlap, trace in end.items()
+    }
+    assert first[False] == pytest.approx(24.0)  # after everything: two micro-batches of 4 + 8 seconds
+    assert first[True] == pytest.approx(18.0)  # after the backward of the last of the four layers
+    assert end[True].iteration_s < end[False].iteration_s
+
+
+def test_the_optimizer_waits_for_the_reductions(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    replicas = [[stage(f"n{i}/0", (0, 1))] for i in range(2)]
+    trace = simulate(plan(replicas, 1, zero_stage=1), ethernet_cluster([1, 1], bytes_per_s=100))
+    reduced = max(s.end_s for s in trace.spans if isinstance(s.instruction, ReduceGradients))
+    (step,) = [s for s in trace.spans if s.lane == "p0s0" and instruction_text(s.instruction) == "STEP"]
+    gathers = [s for s in trace.spans if instruction_text(s.instruction).startswith("G[")]
+    assert step.start_s == reduced
+    assert min(s.start_s for s in gathers) == step.end_s
+
+
+# --- Flows by hand ---------------------------------------------------------------------------------------------------
+
+
+def flow_ends(starts: list[tuple[float, dict[int, float]]], capacities: list[float]) -> list[float]:
+    """When transfers with these start times and loads end."""
+    env = simpy.Environment()
+    flows = _Flows(env, capacities)
+    ends = [0.0] * len(starts)
+    made = routes([Transfer(tuple(load.items()), 0.0, 1) for _, load in starts], capacities)
+
+    def begin(index: int, route: Route) -> None:
+        def end() -> None:
+            ends[index] = env.now
+
+        flows.start(route, end)
+
+    for i, ((at, _), route) in enumerate(zip(starts, made, strict=True)):
+        env.timeout(at).callbacks.append(lambda _, i=i, route=route: begin(i, route))
+    env.run()
+    return ends
+
+
+def test_a_flow_that_begins_later_halves_the_rate_while_it_lasts() -> None:
+    # 10 bytes alone for 4 s at 1 byte/s; then half the rate until the 3 bytes of the other are through, at 10; 3 left.
+    assert flow_ends([(0.0, {0: 10.0}), (4.0, {0: 3.0})], [1.0]) == pytest.approx([13.0, 10.0])
+
+
+def test_three_flows_share_two_links_max_min_fairly() -> None:
+    # Flow 0 crosses both links, 1 the first (2 bytes/s), 2 the second (1 byte/s): rates 0.5, 1.5, 0.5 until 1 ends at 2 s.
+    # Then 0 stays bound by the second link. Both have 2 - 1 = 1 byte left at 0.5: they end at 4 s.
+    ends = flow_ends([(0.0, {0: 2.0, 1: 2.0}), (0.0, {0: 3.0}), (0.0, {1: 2.0})], [2.0, 1.0])
+    assert ends == pytest.approx([4.0, 2.0, 4.0])
+
+
+def test_a_flow_is_not_disturbed_by_one_on_other_links() -> None:
+    assert flow_ends([(0.0, {0: 4.0}), (1.0, {1: 9.0})], [1.0, 1.0]) == pytest.approx([4.0, 10.0])
+
+
+# --- Coverage and determinism ----------------------------------------------------------------------------------------
+
+
+def test_the_simulator_covers_every_instruction_type(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster = ethernet_cluster([1], 1.0)
+    given_plan = plan([[stage("n0/0", (0, 1))]], 1)
+    run = _Run(given_plan, compile_plan(given_plan), cluster, Network(cluster), {})
+    assert set(run._handlers) == set(INSTRUCTIONS)
+
+
+def test_jitter_is_the_same_for_the_same_seed_and_another_for_another(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster = ethernet_cluster([1, 1], 1e30)
+    given_plan = plan([one_layer_pipeline(2)], 4)
+    times = [simulate(given_plan, cluster, seed=seed, jitter=0.05).iteration_s for seed in (1, 1, 2)]
+    assert times[0] == times[1] != times[2]
+    assert times[0] != simulate(given_plan, cluster).iteration_s
+
+
+SCRIPT = """
+from sim.engine import simulate
+from sim.spec.plan import parse_plan
+from sim.spec.cluster import read_cluster
+import sys
+trace = simulate(parse_plan(open(sys.argv[1]).read()), read_cluster(sys.argv[2]))
+print(repr(trace.iteration_s), hash(tuple((s.start_s, s.end_s) for s in trace.spans)))
+"""
+
+
+def test_two_processes_with_other_hash_seeds_give_the_same_trace() -> None:
+    folder = "tests/data/peer_plans"
+    files = [f"{folder}/flashflex.mixed-a-4gbit.llama-2-7b.json", f"{folder}/mixed-a-4gbit.yaml"]
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, *files],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+# --- Laws ------------------------------------------------------------------------------------------------------------
+
+
+def scaled(cluster: Cluster, k: float) -> Cluster:
+    """The cluster with all speeds and bandwidths times k, and neither latencies nor launch overheads."""
+    nodes = []
+    for node in cluster.nodes:
+        gpu = replace(
+            node.gpu,
+            peak_flop_per_s={precision: peak * k for precision, peak in node.gpu.peak_flop_per_s.items()},
+            memory_bandwidth_bytes_per_s=node.gpu.memory_bandwidth_bytes_per_s * k,
+            efficiency=replace(node.gpu.efficiency, matmul_half_s=0.0, launch_s=0.0),
+        )
+        intra = replace(
+            node.intra,
+            bandwidth_bytes_per_s=node.intra.bandwidth_bytes_per_s * k,
+            host_bandwidth_bytes_per_s=node.intra.host_bandwidth_bytes_per_s * k,
+            latency_s=0.0,
+        )
+        nic = node.nic
+        if nic is not None:
+            other = nic.ethernet_bytes_per_s
+            nic = replace(
+                nic,
+                bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s * k,
+                ethernet_bytes_per_s=None if other is None else other * k,
+            )
+        nodes.append(replace(node, gpu=gpu, intra=intra, nic=nic))
+    wan = tuple(replace(w, bandwidth_bytes_per_s=w.bandwidth_bytes_per_s * k, latency_s=0.0) for w in cluster.wan)
+    matrix = cluster.bandwidth_matrix
+    if matrix is not None:
+        matrix = replace(matrix, bytes_per_s=tuple(tuple(rate * k for rate in row) for row in matrix.bytes_per_s))
+    fabric = replace(cluster.fabric, latency_s=0.0)
+    return replace(cluster, nodes=tuple(nodes), wan=wan, fabric=fabric, bandwidth_matrix=matrix)
+
+
+def compute_spans(trace: Trace) -> list[Span]:
+    """The spans of instructions that occupy their lane."""
+    return [s for s in trace.spans if not isinstance(s.instruction, (SendActivation, SendGradient, *COLLECTIVES))]
+
+
+@given(world=worlds())
+def test_no_lane_overlaps_itself_and_every_instruction_is_executed_once(world: tuple[Cluster, Plan]) -> None:
+    cluster, given_plan = world
+    trace, program = simulate(given_plan, cluster), compile_plan(given_plan)
+    executed = sorted((s.lane, instruction_text(s.instruction)) for s in trace.spans)
+    assert executed == sorted((lane.name, instruction_text(i)) for lane in program.lanes for i in lane.instructions)
+    by_lane: dict[str, list[Span]] = {}
+    for span in compute_spans(trace):
+        by_lane.setdefault(span.lane, []).append(span)
+    for lane in program.lanes:
+        spans = by_lane[lane.name]
+        in_order = [i for i in lane.instructions if not isinstance(i, (SendActivation, SendGradient, *COLLECTIVES))]
+        assert [s.instruction for s in spans] == in_order
+        for earlier, later in pairwise(spans):
+            assert earlier.end_s <= later.start_s
+
+
+@given(world=worlds())
+def test_nothing_begins_before_what_it_depends_on_has_ended(world: tuple[Cluster, Plan]) -> None:
+    cluster, given_plan = world
+    trace, program = simulate(given_plan, cluster), compile_plan(given_plan)
+    spans = {(s.lane, s.instruction): s for s in trace.spans}
+    for lane in program.lanes:
+        for instruction in lane.instructions:
+            span = spans[lane.name, instruction]
+            # A receive's span is the wait, which begins earlier and ends with the message.
+            moment = span.end_s if isinstance(instruction, (RecvActivation, RecvGradient)) else span.start_s
+            for key in dependencies(lane, instruction):
+                assert spans[key].end_s <= moment
+
+
+@given(world=worlds())
+def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: tuple[Cluster, Plan]) -> None:
+    cluster, given_plan = world
+    trace, network = simulate(given_plan, cluster), Network(cluster)
+    busy: dict[str, float] = {}
+    for s in trace.spans:
+        if isinstance(s.instruction, (Forward, Backward, OptimizerStep)):
+            busy[s.lane] = busy.get(s.lane, 0.0) + s.end_s - s.start_s
+    assert max(busy.values()) <= trace.iteration_s * (1 + 1e-9)
+    # Serially: every instruction and transfer after the other, nothing shared.
+    program = compile_plan(given_plan)
+    run = _Run(given_plan, program, cluster, network, {})
+    serial = 0.0
+    for lane in program.lanes:
+        state = run._states[lane.name]
+        for i in lane.instructions:
+            if isinstance(i, (Forward, Backward)):
+                work = state.work[type(i), i.layers]
+            elif isinstance(i, OptimizerStep):
+                work = state.work[OptimizerStep, None]
+            elif isinstance(i, (SendActivation, SendGradient)):
+                serial += network.alone_s(state.messages[type(i), i.peer, i.layer, i.sequences].transfer)
+                continue
+            else:
+                continue
+            serial += work.seconds + (network.alone_s(work.shape.transfer) if work.shape else 0.0)
+    serial += sum(network.alone_s(run._exchanges[collective].transfer) for collective in program.members)
+    assert trace.iteration_s <= serial * (1 + 1e-9)
+
+
+@given(world=worlds())
+def test_no_link_carries_more_than_its_capacity_allows(world: tuple[Cluster, Plan]) -> None:
+    trace = simulate(world[1], world[0])
+    for link in trace.links:
+        assert link.num_bytes <= link.capacity_bytes_per_s * trace.iteration_s * (1 + 1e-9)
+
+
+@given(world=worlds(), k=st.sampled_from([0.25, 0.5, 2.0, 8.0]))
+def test_a_world_that_is_k_times_as_fast_takes_a_kth_of_the_time(world: tuple[Cluster, Plan], k: float) -> None:
+    cluster, given_plan = world
+    once, again = simulate(given_plan, scaled(cluster, 1.0)), simulate(given_plan, scaled(cluster, k))
+    assert again.iteration_s == pytest.approx(once.iteration_s / k, rel=1e-9)
+
+
+@given(
+    starts=st.lists(
+        st.tuples(
+            st.floats(0, 10),
+            st.dictionaries(st.integers(0, 3), st.floats(0.5, 20), min_size=1),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    capacities=st.lists(st.floats(0.5, 5), min_size=4, max_size=4),
+)
+def test_flows_conserve_their_bytes(starts: list[tuple[float, dict[int, float]]], capacities: list[float]) -> None:
+    ends = flow_ends(starts, capacities)
+    for (start, load), end in zip(starts, ends, strict=True):
+        alone = max(num_bytes / capacities[link] for link, num_bytes in load.items())
+        assert end >= start + alone * (1 - 1e-9)
+    for link in range(4):
+        users = [(start, end, load[link]) for (start, load), end in zip(starts, ends, strict=True) if link in load]
+        # Whatever crosses the link within a window is no more than the link carries in it.
+        for begin, _, _ in users:
+            for _, stop, _ in users:
+                inside = sum(num_bytes for start, end, num_bytes in users if begin <= start and end <= stop)
+                if stop > begin:
+                    assert inside <= capacities[link] * (stop - begin) * (1 + 1e-9)
+    if len({link for _, load in starts for link in load}) == 1 and all(start == 0 for start, _ in starts):
+        (link,) = starts[0][1]
+        total = sum(load[link] for _, load in starts)
+        assert max(ends) == pytest.approx(total / capacities[link])  # the link never rests while there is work
+
+
+# --- Plans that published programs found -----------------------------------------------------------------------------
+
+PEER_PLANS = sorted(Path("tests/data/peer_plans").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PEER_PLANS, ids=lambda path: path.stem)
+def test_every_published_plan_simulates_or_says_with_numbers_why_it_cannot(path: Path) -> None:
+    cluster = read_cluster(path.parent / f"{path.name.split('.')[1]}.yaml")
+    given_plan = read_plan(path)
+    reason = infeasible(given_plan, cluster)
+    if reason is not None:
+        assert reason.reason == "memory"
+        assert reason.need_bytes is not None and reason.have_bytes is not None and reason.need_bytes > reason.have_bytes
+    trace = simulate(given_plan, cluster)  # for time alone, even where it does not fit
+    assert 0 < trace.iteration_s < 3600
+    flop = report(trace, cluster).hfu
+    assert flop is not None and 0 < flop < 1
+
+
+def test_a_program_that_deadlocks_ends_with_the_grid_of_where_its_lanes_stand(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster, given_plan = ethernet_cluster([1, 1], 1.0), plan([one_layer_pipeline(2)], 1)
+    program = compile_plan(given_plan)
+    first = program.lanes[0]
+    receives_first = sorted(first.instructions, key=lambda i: not isinstance(i, RecvGradient))
+    stuck = replace(program, lanes=(replace(first, instructions=tuple(receives_first)), *program.lanes[1:]))
+    with pytest.raises(InputError, match=r"deadlock: 2 of 2 lanes cannot go on(.|\n)*<-- here, waits for p0s1 SG0@1>p0s0"):
+        _Run(given_plan, stuck, cluster, Network(cluster), {}).trace()

@@ -1,0 +1,148 @@
+"""Random valid worlds for hypothesis: clusters, tiny transformers, and plans of the one for the other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
+from sim.spec.gpu import gpu_kind
+from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.transformer import Transformer
+
+DEGREES = (1, 2, 4)
+"""Tensor-parallel degrees: they divide the heads, the widths and the vocabulary of every model here."""
+
+
+@st.composite
+def clusters(draw: DrawFn, max_nodes: int = 3) -> Cluster:
+    """Clusters of one to three nodes of up to eight GPUs: any kinds and links, some with racks, some with two sites.
+
+    All kinds support fp16 and fp32.
+    """
+    count = draw(st.integers(1, max_nodes))
+    two_sites = count > 1 and draw(st.booleans())
+    nodes = []
+    for i in range(count):
+        gpus = draw(st.sampled_from((1, 2, 4, 8)))
+        kind, intra = draw(st.sampled_from((("A100-80GB-SXM", "nvlink"), ("V100-16GB-SXM", "nvlink"), ("RTX4090", "pcie4"))))
+        rate = draw(st.sampled_from((12e9, 24e9, 300e9)))
+        node = Node(
+            name=f"n{i}",
+            gpu=gpu_kind(kind),
+            gpus=gpus,
+            intra=Intra(intra, rate, gpus_per_switch=draw(st.sampled_from((2, 4))), host_bandwidth_bytes_per_s=rate / 2),
+            nic=Nic(
+                kind=draw(st.sampled_from(("ethernet", "roce", "infiniband"))),
+                bandwidth_bytes_per_s=draw(st.sampled_from((1.25e9, 12.5e9, 50e9))),
+                count=draw(st.sampled_from([n for n in (1, 2, 4) if n <= gpus])),
+            ),
+            site=("east", "west")[i % 2] if two_sites else "",
+            rack=draw(st.sampled_from((None, "r0", "r1"))),
+        )
+        nodes.append(node)
+    fabric = Fabric(draw(st.sampled_from((0.0, 50e-6))), draw(st.sampled_from((1.0, 4.0))))
+    wan = (WideAreaLink(("east", "west"), 0.125e9, 10e-3),) if two_sites else ()
+    return Cluster("random", tuple(nodes), fabric, wan)
+
+
+@st.composite
+def models(draw: DrawFn) -> Transformer:
+    """Transformers of up to eight layers. Of the wide ones a gradient bucket has one or two layers, of the others all."""
+    hidden = draw(st.sampled_from((64, 1536, 2048)))
+    return Transformer(
+        name="random",
+        layers=draw(st.integers(1, 8)),
+        hidden=hidden,
+        ffn=4 * hidden,
+        heads=8,
+        kv_heads=draw(st.sampled_from((4, 8))),
+        vocab=96,
+        tied_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
+    """Plans of up to three pipelines of up to three stages.
+
+    The pipelines differ in stages, cuts, devices, degrees, replicas, micro-batch size and count; under ZeRO 2 and 3 all but
+    cuts and counts. End stages may be empty, replicas take uneven shares, some devices are left over.
+    """
+    left = draw(st.permutations([device.name for device in cluster.devices]))
+    zero_stage = draw(st.integers(0, 3))
+    depths = [draw(st.integers(1, min(3, model.layers + 2, len(left))))]
+    for _ in range(draw(st.integers(0, 2))):
+        free = len(left) - sum(depths)
+        depth = depths[0] if zero_stage >= 2 else draw(st.integers(1, min(3, model.layers + 2)))
+        if depth <= free:
+            depths.append(depth)
+    spare = len(left) - sum(depths)
+    cuts: list[list[LayerRange]] = []
+    counts: list[int] = []
+    for p, depth in enumerate(depths):
+        same = p > 0 and zero_stage >= 2
+        cuts.append(cuts[0] if same else draw(_cuts(model.layers, depth)))
+        counts.append(counts[0] if same else draw(st.integers(1, 5)))
+    pipelines = []
+    for cut, micro_batches in zip(cuts, counts, strict=True):
+        micro_batch = draw(st.integers(1, 4))
+        stages = []
+        for layers in cut:
+            wanted = draw(st.integers(1, min(3, micro_batch)))
+            replicas: list[tuple[str, ...]] = []
+            for r in range(wanted):
+                base = 0 if r else 1  # what the stage was promised; all beyond it comes from the spare devices
+                fitting = [degree for degree in DEGREES if degree - base <= spare]
+                if not fitting:
+                    break
+                degree = draw(st.sampled_from(fitting))
+                spare -= degree - base
+                replicas.append(tuple(left[:degree]))
+                left = left[degree:]
+            shares = draw(_shares(micro_batch, len(replicas)))
+            mode = draw(st.sampled_from(("none", "selective", "full")))
+            full = draw(st.none() | st.integers(0, layers[1] - layers[0])) if mode == "full" else None
+            stages.append(Stage(tuple(map(Replica, replicas, shares)), (layers,), mode, full))
+        pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
+    return Plan(
+        cluster=cluster.name,
+        model=model,
+        sequence_length=draw(st.sampled_from((16, 128))),
+        global_batch=sum(pipeline.sequences for pipeline in pipelines),
+        pipelines=tuple(pipelines),
+        precision=draw(st.sampled_from(("fp16", "fp32"))),
+        schedule=draw(st.sampled_from(("gpipe", "1f1b"))),
+        zero_stage=zero_stage,
+        sequence_parallel=draw(st.booleans()),
+        overlap_gradients=draw(st.booleans()),
+        gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
+        optimizer=draw(st.sampled_from(("adamw", "sgd"))),
+    )
+
+
+def worlds() -> SearchStrategy[tuple[Cluster, Plan]]:
+    """A cluster and a plan for it (its model is `plan.transformer`)."""
+
+    def with_plan(parts: tuple[Any, Any]) -> SearchStrategy[tuple[Cluster, Plan]]:
+        cluster, model = parts
+        return st.tuples(st.just(cluster), plans(cluster, model))
+
+    return st.tuples(clusters(), models()).flatmap(with_plan)
+
+
+@st.composite
+def _cuts(draw: DrawFn, layers: int, depth: int) -> list[LayerRange]:
+    """The layer ranges of a pipeline's stages, of which the first and the last may be empty."""
+    inner = draw(st.sets(st.integers(0, layers), min_size=depth - 1, max_size=depth - 1))
+    return list(pairwise([0, *sorted(inner), layers]))
+
+
+@st.composite
+def _shares(draw: DrawFn, total: int, count: int) -> list[int]:
+    """Whole numbers above zero that sum to the total."""
+    inner = draw(st.sets(st.integers(1, max(1, total - 1)), min_size=count - 1, max_size=count - 1))
+    return [b - a for a, b in pairwise([0, *sorted(inner), total])]
