@@ -113,9 +113,10 @@ class _Flows:
     def __init__(self, env: simpy.Environment, capacities: list[float]) -> None:
         self.env, self.capacities = env, capacities
         self._on_link: dict[int, dict[int, _Flow]] = {}
-        self._dirty: set[int] = set()
+        self._dirty: dict[int, None] = {}  # in the order of the changes, so that nothing depends on hashes
         self._waiting = False
         self._count = 0
+        self._known: dict[tuple[int, ...], dict[int, float]] = {}
 
     def start(self, route: Route, arrived: Callback, sent: Callback | None = None) -> None:
         """Starts a transfer; `sent` is called when the links are free of it, `arrived` when its last byte has arrived."""
@@ -129,7 +130,7 @@ class _Flows:
             on_link = self._on_link.setdefault(link, {})
             if on_link:
                 alone = False
-                self._dirty.add(link)
+                self._dirty[link] = None
             on_link[flow.number] = flow
         if alone:
             self._set_rate(flow, route.alone_bytes_per_s)
@@ -155,7 +156,7 @@ class _Flows:
             on_link = self._on_link[link]
             del on_link[flow.number]
             if on_link:
-                self._dirty.add(link)
+                self._dirty[link] = None
                 self._share_later()
         self._arrive(flow)
 
@@ -179,27 +180,38 @@ class _Flows:
 
     def _share(self, _: object) -> None:
         self._waiting = False
-        dirty, self._dirty = self._dirty, set()
+        dirty, self._dirty = self._dirty, {}
+        on_link = self._on_link
         seen: set[int] = set()
-        for link in sorted(dirty):
-            if link in seen:
+        for link in dirty:
+            if link in seen or not on_link[link]:
                 continue
             component: dict[int, _Flow] = {}
             frontier = [link]
             seen.add(link)
             while frontier:
-                for number, flow in self._on_link[frontier.pop()].items():
-                    if number in component:
-                        continue
-                    component[number] = flow
-                    for other, _ in flow.route.shares:
-                        if other not in seen:
-                            seen.add(other)
-                            frontier.append(other)
+                for number, flow in on_link[frontier.pop()].items():
+                    if number not in component:
+                        component[number] = flow
+                        for other, _ in flow.route.shares:
+                            if other not in seen:
+                                seen.add(other)
+                                frontier.append(other)
             flows = [component[number] for number in sorted(component)]
-            for flow, rate in zip(flows, max_min_rates([f.route for f in flows], self.capacities), strict=True):
+            for flow, rate in zip(flows, self._rates(flows), strict=True):
                 if rate != flow.rate:
                     self._set_rate(flow, rate)
+
+    def _rates(self, flows: list[_Flow]) -> list[float]:
+        """The fair rates of a component. The same routes meet again at every micro-batch, so they are kept."""
+        if len(flows) == 1:
+            return [flows[0].route.alone_bytes_per_s]
+        key = tuple(sorted(id(flow.route) for flow in flows))  # routes live as long as the run
+        known = self._known.get(key)
+        if known is None:
+            shared = max_min_rates([flow.route for flow in flows], self.capacities)
+            known = self._known[key] = {id(flow.route): rate for flow, rate in zip(flows, shared, strict=True)}
+        return [known[id(flow.route)] for flow in flows]
 
 
 # --- The run ---------------------------------------------------------------------------------------------------------

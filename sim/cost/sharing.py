@@ -73,27 +73,31 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[R
 def max_min_rates(flows: Sequence[Route], capacities: Sequence[float]) -> list[float]:
     """The max-min fair rate of each flow, in bytes/s on its most loaded link."""
     rates = [route.alone_bytes_per_s for route in flows]
-    on_link: dict[int, list[tuple[int, float]]] = {}
+    users: dict[int, list[int]] = {}
+    weight: dict[int, float] = {}
     for f, route in enumerate(flows):
         for link, share in route.shares:
-            on_link.setdefault(link, []).append((f, share))
-    left = {link: capacities[link] for link in on_link}
-    weight = {link: sum(share for _, share in users) for link, users in on_link.items()}
-    rising = set(f for f, route in enumerate(flows) if route.shares)
+            if link in users:
+                users[link].append(f)
+                weight[link] += share
+            else:
+                users[link], weight[link] = [f], share
+    left = {link: capacities[link] for link in users}
+    rising_on = {link: len(on_link) for link, on_link in users.items()}
+    rising = {f for f, route in enumerate(flows) if route.shares}
     level = 0.0
     while rising:
+        levels = {link: left[link] / weight[link] for link, count in rising_on.items() if count}
         # Never below the level before, which only rounding could bring about: no flow may come to a standstill.
-        level = max(level, min(left[link] / weight[link] for link in on_link if weight[link] > 0))
+        level = max(level, min(levels.values()))
         # Every link that is full at this level fixes its flows; nearly full counts as full, so that rounding cannot loop.
-        full = [link for link in on_link if weight[link] > 0 and left[link] / weight[link] <= level * (1 + 1e-12)]
-        fixed = sorted({f for link in full for f, _ in on_link[link] if f in rising})
+        nearly = level * (1 + 1e-12)
+        fixed = sorted({f for link, full_at in levels.items() if full_at <= nearly for f in users[link] if f in rising})
         for f in fixed:
-            rates[f] = min(level, flows[f].alone_bytes_per_s)
+            rate = rates[f] = min(level, rates[f])
             rising.discard(f)
             for link, share in flows[f].shares:
-                left[link] = max(0.0, left[link] - rates[f] * share)
+                rising_on[link] -= 1
+                left[link] = max(0.0, left[link] - rate * share)
                 weight[link] -= share
-        for link in on_link:
-            if not any(f in rising for f, _ in on_link[link]):
-                weight[link] = 0.0
     return rates

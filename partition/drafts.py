@@ -1,0 +1,138 @@
+"""Drafts: the pipelines of a plan while a planner still changes them, and what all planners do with them.
+
+A draft is a tuple of `sim.spec.plan.Pipeline`; those are not checked before they become a `Plan`. Every stage of a draft is
+one tensor-parallel group and holds one range of layers, in stage order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from partition.search import Search
+from sim.cost.feasibility import infeasible
+from sim.spec.cluster import Cluster, Node
+from sim.spec.job import Job
+from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.transformer import presets
+
+Draft: TypeAlias = tuple[Pipeline, ...]
+
+FEWEST_JUDGED, JUDGED_PLANS = 2, 20
+"""Fewest and most plans that a planner has judged, as far as it has that many."""
+
+SLACK = 1.2
+"""Planners that price their drafts have those judged whose price is at most so many times the best one's."""
+
+JUDGED_WORK = 450_000
+"""Work of those plans together, as `simulation_work` counts it: one to three seconds of simulation on one core."""
+
+CROSSING_WORK = 100
+"""Work of a message between nodes. It shares links with others, which the simulation divides anew at each of its ends."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan says of all its pipelines at once, as far as planners choose it."""
+
+    schedule: str = "1f1b"
+    zero_stage: int = 1
+    sequence_parallel: bool = False
+
+
+def stage(
+    devices: Sequence[str], layers: LayerRange, micro_batch: int, recompute: str = "none", full: int | None = None
+) -> Stage:
+    """A stage of one replica. With `full`, so many of its layers are recomputed in full, and none of the others."""
+    mode, count = recompute, None
+    if full is not None:
+        held = layers[1] - layers[0]
+        mode, count = ("none", None) if full == 0 else ("full", None if full >= held else full)
+    return Stage((Replica(tuple(devices), micro_batch),), (layers,), mode, count)
+
+
+def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> Plan:
+    """The plan of a draft. Raises InputError where the draft contradicts itself."""
+    name = job.model.name
+    return Plan(
+        cluster=cluster.name,
+        model=name if presets().get(name) == job.model else job.model,
+        sequence_length=job.sequence_length,
+        global_batch=job.global_batch,
+        pipelines=draft,
+        precision=job.precision,
+        schedule=settings.schedule,
+        zero_stage=settings.zero_stage,
+        sequence_parallel=settings.sequence_parallel,
+        optimizer=job.optimizer,
+    )
+
+
+def simulation_work(draft: Draft) -> int:
+    """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, and more between nodes."""
+    total = 0
+    for pipeline in draft:
+        nodes = [part.devices[0].rpartition("/")[0] for part in pipeline.stages]
+        crossings = sum(a != b for a, b in pairwise(nodes))
+        total += pipeline.micro_batches * (6 * len(nodes) + CROSSING_WORK * crossings)
+    return total
+
+
+def usable_nodes(search: Search) -> list[Node]:
+    """The nodes whose GPUs have the job's precision. Where none has, the search is told so."""
+    found = [node for node in search.cluster.nodes if node.gpu.peak(search.job.precision) is not None]
+    if not found:
+        reject(search, [search.cluster.devices[0].name])
+    return found
+
+
+def reject(search: Search, devices: Sequence[str]) -> None:
+    """Tells the search why the simplest plan on these devices, one stage each and all recomputed, cannot run (if it cannot)."""
+    layers = search.job.model.layers
+    held = devices[: max(1, layers)]
+    bounds = [layers * i // len(held) for i in range(len(held) + 1)]
+    stages = tuple(stage([name], (bounds[i], bounds[i + 1]), 1, "full") for i, name in enumerate(held))
+    draft = (Pipeline(1, search.job.global_batch, stages),)
+    plan = make_plan(search.cluster, search.job, draft, Settings())
+    reason = infeasible(plan, search.cluster)
+    if reason is not None:
+        search.reject(plan, reason)
+
+
+def fits_heads(job: Job, degree: int) -> bool:
+    """Whether a tensor-parallel group of this degree can share the heads of the job's model."""
+    heads, kv_heads = job.model.heads, job.model.kv_heads
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def degrees(job: Job, gpus: int) -> list[int]:
+    """The tensor-parallel degrees that divide a node's GPUs and that the model's heads allow, smallest first."""
+    return [degree for degree in range(1, gpus + 1) if gpus % degree == 0 and fits_heads(job, degree)]
+
+
+def judge_in_order(search: Search, drafts: Iterable[tuple[Draft, Settings]]) -> None:
+    """Has drafts judged, the most promising first, until their number or their work reach what a planner may spend.
+
+    Each is judged once, and those that cannot run are told to the search instead. What one spends is the same on every
+    machine, so that the answer is, too.
+    """
+    seen: set[tuple[Draft, Settings]] = set()
+    judged = spent = 0
+    for draft, settings in drafts:
+        if (draft, settings) in seen:
+            continue
+        seen.add((draft, settings))
+        work = simulation_work(draft)
+        if judged >= FEWEST_JUDGED and spent + work > JUDGED_WORK:
+            continue  # a later one may be cheaper to simulate
+        plan = make_plan(search.cluster, search.job, draft, settings)
+        reason = infeasible(plan, search.cluster)
+        if reason is not None:
+            search.reject(plan, reason)
+            continue
+        search.consider(plan)
+        judged, spent = judged + 1, spent + work
+        if judged == JUDGED_PLANS:
+            return

@@ -1,0 +1,94 @@
+"""The planner that does what a practitioner does by hand with Megatron-LM: the best symmetric grid.
+
+A grid is tensor x pipeline x data parallelism over equal shares of the GPUs: every pipeline has the same number of stages,
+every stage the same number of GPUs, layers are cut as evenly as possible (Megatron-LM wants them to divide; here stages in
+the middle hold one more where they do not), and every pipeline takes the same part of the batch. Ranks follow the order of
+the cluster file with tensor parallelism fastest, then data, then pipeline, as in Megatron-LM's default order, so that a
+tensor-parallel group lies inside a node and the replicas of a stage beside each other.
+
+Tried are the whole cluster and its homogeneous parts: all GPUs of one kind, of these the nodes with as many GPUs, and of
+these the first 1, 2, 4, ... nodes. Source: Narayanan et al. (2021), arXiv:2104.04473. Left out: interleaved schedules, ZeRO 2
+and 3, groups that span nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import gcd
+
+from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
+from partition.layers import even_split, ranges
+from partition.pricing import Pricing
+from partition.room import Room
+from partition.search import Search, register
+from sim.spec.cluster import Node
+from sim.spec.job import Job
+from sim.spec.plan import RECOMPUTE, Pipeline, Stage
+
+MICRO_BATCHES = (1, 2, 4, 8)
+ZERO_STAGES = (1, 0)
+
+
+@register("megatron")
+def megatron(search: Search) -> None:
+    """Prices all symmetric grids on the cluster and on its homogeneous parts that fit, and has the best of them judged."""
+    nodes = usable_nodes(search)
+    if not nodes:
+        return
+    pricing, room = Pricing(search.cluster, search.job), Room(search.cluster, search.job)
+    priced: list[tuple[float, int, Draft, Settings]] = []
+    for draft, settings in grids(search, nodes):
+        search.check_budget()
+        if room.fits(draft, settings):
+            priced.append((pricing.price_s(draft, settings), len(priced), draft, settings))
+    if not priced:
+        reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
+    priced.sort(key=lambda entry: entry[:2])
+    near = [(draft, settings) for price_s, _, draft, settings in priced if price_s <= SLACK * priced[0][0]]
+    judge_in_order(search, near)
+
+
+def grids(search: Search, nodes: Sequence[Node]) -> Iterator[tuple[Draft, Settings]]:
+    """All grids on all parts of the cluster, those that do not fit in memory too."""
+    for part in parts(nodes):
+        names = [f"{node.name}/{index}" for node in part for index in range(node.gpus)]
+        common = gcd(*(node.gpus for node in part))
+        for tensor in degrees(search.job, common):
+            for pipeline in range(1, min(search.job.model.layers, len(names) // tensor) + 1):
+                if len(names) % (tensor * pipeline) == 0:
+                    yield from _grid(search.job, names, tensor, pipeline)
+
+
+def parts(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The whole cluster, all nodes of each kind, of those the ones with as many GPUs, and of these the first 1, 2, 4, ..."""
+    by_kind: dict[str, list[Node]] = {}
+    by_size: dict[tuple[str, int], list[Node]] = {}
+    for node in nodes:
+        by_kind.setdefault(node.gpu.name, []).append(node)
+        by_size.setdefault((node.gpu.name, node.gpus), []).append(node)
+    found = [list(nodes), *by_kind.values(), *by_size.values()]
+    for alike in by_size.values():
+        count = 1
+        while count < len(alike):
+            found.append(alike[:count])
+            count *= 2
+    return [part for i, part in enumerate(found) if part not in found[:i]]
+
+
+def _grid(job: Job, names: Sequence[str], tensor: int, pipeline: int) -> Iterator[tuple[Draft, Settings]]:
+    """The grids of these degrees: every micro-batch that divides the batch, every recompute mode, ZeRO 1 and 0."""
+    data = len(names) // (tensor * pipeline)
+    cuts = ranges(even_split(job.model.layers, pipeline))
+    parallel = tensor > 1 and job.sequence_length % tensor == 0
+    for micro_batch, recompute, zero_stage in product(MICRO_BATCHES, RECOMPUTE, ZERO_STAGES if data > 1 else ZERO_STAGES[:1]):
+        if job.global_batch % (data * micro_batch):
+            continue
+        draft = []
+        for d in range(data):
+            stages: list[Stage] = []
+            for s, cut in enumerate(cuts):
+                at = (s * data + d) * tensor
+                stages.append(stage(names[at : at + tensor], cut, micro_batch, recompute))
+            draft.append(Pipeline(micro_batch, job.global_batch // (data * micro_batch), tuple(stages)))
+        yield tuple(draft), Settings(zero_stage=zero_stage, sequence_parallel=parallel)

@@ -1,0 +1,380 @@
+"""A quick price of a draft, in seconds, by which planners rank drafts before they have the best ones judged.
+
+It is no judge: it knows each stage's computation and transfers as the simulation does, but adds them up by the closed form of
+a schedule's steady state instead of following them, and counts contention only as a busy link's share of time. What it
+ranks first still has to be simulated.
+
+A pipeline of stages j takes, with forward F_j, backward B_j, and c_j for a message from stage j to stage j + 1,
+
+    sum of all F_j + B_j + 2 c_j, once, to fill and drain it, and then for each further micro-batch one period:
+    1F1B     the largest mean, over every run of consecutive stages, of F_j + B_j and of 2 c_j inside the run:
+             a stage of 1F1B waits for its neighbour's answer, so that messages count although they do not block
+    GPipe    max(F_j, c_j) + max(B_j, c_j), over all stages
+
+A link that all messages together keep busy longer than this sets the period instead. Gradients of the layers held by several
+pipelines are then reduced, last layers first, each reduction when its members are ready and free, and under ZeRO their
+parameters gathered. Left out: the optimizer's step, and everything that depends on exact moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+from partition.drafts import Draft, Settings, stage
+from sim.cost.collectives import across_lanes, between_lanes, ring
+from sim.cost.compute import ComputeCost, TensorCollective
+from sim.cost.network import Network, Transfer
+from sim.spec.cluster import Cluster
+from sim.spec.counts import (
+    PRECISION_BYTES,
+    boundary_bytes,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
+from sim.spec.job import Job
+from sim.spec.plan import RECOMPUTE, Pipeline, Plan
+from sim.spec.program import Backward, Forward, Lane
+
+Devices: TypeAlias = tuple[str, ...]
+Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
+"""Forward and backward seconds of a pipeline's stages, and their nodes."""
+
+GRADIENT_BYTES = PRECISION_BYTES["fp32"]
+ROUNDS = 3
+"""How often the price is corrected for the contention that follows from it."""
+CROWDED = 0.95
+"""The share of a link's time that others may take before a message on it is priced as if they took no more."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of the pieces of a stage for one micro-batch, with their tensor-parallel collectives."""
+
+    layer_forward_s: float
+    layer_backward_s: float
+    recompute_s: float
+    """What full recomputation adds to the backward of each layer."""
+    selective_s: float
+    """What selective recomputation adds to it."""
+    embedding_forward_s: float
+    embedding_backward_s: float
+    head_forward_s: float
+    head_backward_s: float
+
+    def forward_s(self, layers: int, first: bool, last: bool) -> float:
+        """The forward pass of so many layers, and of the ends."""
+        return layers * self.layer_forward_s + first * self.embedding_forward_s + last * self.head_forward_s
+
+    def backward_s(self, layers: int, recomputed: int, first: bool, last: bool, selective: int = 0) -> float:
+        """The backward pass of so many layers, some of them recomputed in full or selectively, and of the ends."""
+        ends_s = first * self.embedding_backward_s + last * self.head_backward_s
+        again_s = recomputed * self.recompute_s + selective * self.selective_s
+        return layers * self.layer_backward_s + again_s + ends_s
+
+
+@dataclass(frozen=True)
+class Message:
+    """A transfer between two stages, per byte of an activation: alone, and what it puts on each link if it leaves its node."""
+
+    latency_s: float
+    s_per_byte: float
+    loads: tuple[tuple[int, float], ...]
+
+    def seconds(self, num_bytes: float, twins: int = 1, busy: Mapping[int, float] | None = None, per_s: float = 0.0) -> float:
+        """Seconds of a message that so many twins send at once, `per_s` times a second, on links busy for these shares."""
+        seconds = self.s_per_byte * num_bytes
+        if self.loads:
+            seconds *= twins
+            if busy:
+                others = max(busy[link] for link, _ in self.loads) - per_s * seconds
+                seconds /= 1 - min(max(others, 0.0), CROWDED)
+        return self.latency_s + seconds
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one pipeline does for each micro-batch: the passes of its stages, the messages between them there and back."""
+
+    schedule: str
+    micro_batches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    messages: tuple[tuple[Message, Message], ...]
+    activation_bytes: int
+
+    def ends(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> tuple[float, float]:
+        """Seconds that it takes once, and for each micro-batch.
+
+        It may run beside twins, with links that are busy for these shares of an iteration of total_s.
+        """
+        per_s, size = self.micro_batches / total_s, self.activation_bytes
+        waits = [
+            (there.seconds(size, twins, busy, per_s) + back.seconds(size, twins, busy, per_s)) / 2
+            for there, back in self.messages
+        ]
+        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits)
+        return sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - period_s, period_s
+
+    def end_s(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> float:
+        """When its last backward ends. See `ends`."""
+        fill_s, period_s = self.ends(twins, busy, total_s)
+        return fill_s + self.micro_batches * period_s
+
+
+class Pricing:
+    """Quick prices of the drafts of one job on one cluster. What it finds out of stages and links it keeps."""
+
+    def __init__(self, cluster: Cluster, job: Job) -> None:
+        self.cluster, self.job = cluster, job
+        self.network = Network(cluster)
+        self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
+        self._stages: dict[object, StageSeconds] = {}
+        self._rings: dict[tuple[str, Devices], tuple[float, float]] = {}
+        self._messages: dict[object, Message] = {}
+        self._exchanges: dict[object, Transfer] = {}
+
+    # --- Pieces ---
+
+    def stage(self, devices: Devices, micro_batch: int, settings: Settings) -> StageSeconds:
+        """The seconds of the pieces of a stage on these devices. They are as the simulation's, alone on their links."""
+        key = (devices, micro_batch, settings.sequence_parallel)
+        found = self._stages.get(key)
+        if found is None:
+            computed, collectives = self._computed(devices, micro_batch, settings)
+            forward, backward, selective, recompute, with_embedding, embedding_back, with_head, head_back = (
+                seconds + sum(self._ring_s(c, devices) for c in inside)
+                for seconds, inside in zip(computed, collectives, strict=True)
+            )
+            found = self._stages[key] = StageSeconds(
+                layer_forward_s=forward,
+                layer_backward_s=backward,
+                recompute_s=recompute - backward,
+                selective_s=selective - backward,
+                embedding_forward_s=with_embedding - forward,
+                embedding_backward_s=embedding_back - backward,
+                head_forward_s=with_head - forward,
+                head_backward_s=head_back - backward,
+            )
+        return found
+
+    def _computed(
+        self, devices: Devices, micro_batch: int, settings: Settings
+    ) -> tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]:
+        """Seconds and collectives of the passes through one layer: plain, recomputed, with embedding, with head."""
+        kinds = tuple(dict.fromkeys(self.cluster.device(name).gpu.name for name in devices))
+        key = (kinds, len(devices), micro_batch, settings.sequence_parallel)
+        found = self._computation.get(key)
+        if found is None:
+            model = replace(self.job.model, name="probe", layers=1)
+            plain, selective, recomputing = (
+                ComputeCost(
+                    Plan(
+                        cluster=self.cluster.name,
+                        model=model,
+                        sequence_length=self.job.sequence_length,
+                        global_batch=micro_batch,
+                        pipelines=(Pipeline(micro_batch, 1, (stage(devices, (0, 1), micro_batch, mode),)),),
+                        precision=self.job.precision,
+                        sequence_parallel=settings.sequence_parallel,
+                    ),
+                    self.cluster,
+                )
+                for mode in RECOMPUTE
+            )
+            middle, first, last = (
+                Lane(name, 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, embedding, head)
+                for name, embedding, head in (("middle", False, False), ("first", True, False), ("last", False, True))
+            )
+            forward, backward = Forward(0, (0, 1)), Backward(0, (0, 1))
+            asked = (
+                (plain, middle, forward),
+                (plain, middle, backward),
+                (selective, middle, backward),
+                (recomputing, middle, backward),
+                (plain, first, forward),
+                (plain, first, backward),
+                (plain, last, forward),
+                (plain, last, backward),
+            )
+            found = self._computation[key] = (
+                tuple(cost.seconds(lane, i) for cost, lane, i in asked),
+                tuple(cost.collectives(lane, i) for cost, lane, i in asked),
+            )
+        return found
+
+    def _ring_s(self, collective: TensorCollective, devices: Devices) -> float:
+        """Seconds of some equal ring collectives, alone on their links."""
+        key = (collective.kind, devices)
+        found = self._rings.get(key)
+        if found is None:
+            one = ring(self.network, collective.kind, devices, 1.0)
+            found = self._rings[key] = (one.latency_s, self.network.alone_s(one) - one.latency_s)
+        latency_s, s_per_byte = found
+        return collective.count * (latency_s + collective.num_bytes * s_per_byte)
+
+    def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
+        """A byte of an activation, or of its gradient, from one stage to another."""
+        key = (sender, receiver, settings.sequence_parallel)
+        found = self._messages.get(key)
+        if found is None:
+            transfer = between_lanes(self.network, sender, receiver, 1.0, settings.sequence_parallel)
+            shared = transfer.loads if self._crosses(sender, receiver) else ()
+            seconds = self.network.alone_s(transfer) - transfer.latency_s
+            found = self._messages[key] = Message(transfer.latency_s, seconds, shared)
+        return found
+
+    def _crosses(self, sender: Devices, receiver: Devices) -> bool:
+        """Whether a message leaves its node."""
+        device = self.cluster.device
+        return len({device(name).node.name for name in (*sender, *receiver)}) > 1
+
+    # --- Pipelines ---
+
+    def course(self, pipeline: Pipeline, settings: Settings) -> Course:
+        """What a pipeline does for each micro-batch."""
+        forward, backward = [], []
+        deepest = len(pipeline.stages) - 1
+        for s, part in enumerate(pipeline.stages):
+            seconds = self.stage(part.replicas[0].devices, pipeline.micro_batch, settings)
+            counts = part.recomputed()
+            forward.append(seconds.forward_s(part.layer_count, s == 0, s == deepest))
+            backward.append(seconds.backward_s(part.layer_count, counts["full"], s == 0, s == deepest, counts["selective"]))
+        lanes = [part.replicas[0].devices for part in pipeline.stages]
+        messages = tuple((self.message(a, b, settings), self.message(b, a, settings)) for a, b in pairwise(lanes))
+        size = self.activation_bytes(pipeline.micro_batch)
+        return Course(settings.schedule, pipeline.micro_batches, tuple(forward), tuple(backward), messages, size)
+
+    def activation_bytes(self, micro_batch: int) -> int:
+        """Bytes of one micro-batch's activation between two stages."""
+        return boundary_bytes(self.job.model, micro_batch, self.job.sequence_length, PRECISION_BYTES[self.job.precision])
+
+    # --- Drafts ---
+
+    def price_s(self, draft: Draft, settings: Settings) -> float:
+        """Seconds of one iteration of a draft. Contention is a rough guess; see the head of this file."""
+        courses = [self.course(pipeline, settings) for pipeline in draft]
+        together = self._loads_s(courses)
+        floor_s = max(together.values(), default=0.0)
+        # Twins do the same on the same nodes: they keep step, and send at the same moments.
+        twins: dict[Sign, int] = {}
+        signs = []
+        for course, pipeline in zip(courses, draft, strict=True):
+            nodes = tuple(self._node(part.replicas[0].devices) for part in pipeline.stages)
+            signs.append((course.forward_s, course.backward_s, nodes))
+            twins[signs[-1]] = twins.get(signs[-1], 0) + 1
+        different = {(sign, course.micro_batches): course for sign, course in zip(signs, courses, strict=True)}
+        ends = {key: course.end_s(twins[key[0]]) for key, course in different.items()}
+        for _ in range(ROUNDS if together else 0):
+            total_s = max(*ends.values(), floor_s)
+            busy = {link: seconds / total_s for link, seconds in together.items()}
+            # What is busier takes longer, and what takes longer is less busy: the geometric mean leads to where both agree.
+            ends = {key: math.sqrt(ends[key] * course.end_s(twins[key[0]], busy, total_s)) for key, course in different.items()}
+        done = [max(ends[sign, course.micro_batches], floor_s) for sign, course in zip(signs, courses, strict=True)]
+        return self._synchronised_s(draft, settings, courses, done)
+
+    def _node(self, devices: Devices) -> str:
+        return self.cluster.device(devices[0]).node.name
+
+    def _loads_s(self, courses: Sequence[Course]) -> dict[int, float]:
+        """Seconds that the messages of an iteration keep each link busy that one of them crosses between nodes."""
+        links = self.network.links
+        found: dict[int, float] = {}
+        for course in courses:
+            num_bytes = course.micro_batches * course.activation_bytes
+            for pair in course.messages:
+                for message in pair:
+                    for link, load in message.loads:
+                        found[link] = found.get(link, 0.0) + load * num_bytes / links[link].capacity_bytes_per_s
+        return found
+
+    def _synchronised_s(self, draft: Draft, settings: Settings, courses: Sequence[Course], done: Sequence[float]) -> float:
+        """When gradients are reduced and parameters gathered, given the end of each pipeline's last backward."""
+        model = self.job.model
+        last = [len(pipeline.stages) - 1 for pipeline in draft]
+        if len(draft) == 1 and not (model.tied_embeddings and last[0]):
+            return done[0]
+        ready = []
+        for course, end_s in zip(courses, done, strict=True):
+            # The last backward goes from the last stage to the first.
+            after = accumulate(course.backward_s[:-1], initial=0.0)
+            ready.append([end_s - seconds for seconds in after])
+        reduce = "all_reduce" if settings.zero_stage == 0 else "reduce_scatter"
+        element_bytes = PRECISION_BYTES[self.job.precision]
+        links = self.network.links
+        free: dict[tuple[int, int], float] = {}
+        gathering: dict[tuple[int, int], float] = {}
+        loads: dict[int, float] = {}
+        first_s, reduced_s = math.inf, max(done)
+        for parameters, members in self._shared(draft, last):
+            if len(members) < 2 or parameters == 0:
+                continue
+            lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
+            transfer, num_bytes = self._exchange(reduce, lanes), parameters * GRADIENT_BYTES
+            begin_s = max(max(free.get((p, s), 0.0), ready[p][s]) for p, s in members)
+            end_s = begin_s + self._exchange_s(transfer, num_bytes)
+            first_s, reduced_s = min(first_s, begin_s), max(reduced_s, end_s)
+            for link, load in transfer.loads:
+                loads[link] = loads.get(link, 0.0) + load * num_bytes
+            gather_s = 0.0
+            if settings.zero_stage:
+                gather_s = self._exchange_s(self._exchange("all_gather", lanes), parameters * element_bytes)
+            for member in members:
+                free[member] = end_s
+                gathering[member] = gathering.get(member, 0.0) + gather_s
+        floor_s = max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in loads.items()), default=0.0)
+        reduced_s = max(reduced_s, first_s + floor_s) if loads else reduced_s
+        # A gather puts as many elements on the same links as the reduce-scatter did.
+        floor_s *= element_bytes / GRADIENT_BYTES if settings.zero_stage else 0.0
+        return reduced_s + max(floor_s, max(gathering.values(), default=0.0))
+
+    def _shared(self, draft: Draft, last: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Parameters that several stages may hold, last layers first, with the (pipeline, stage) that hold them."""
+        model, n = self.job.model, self.job.model.layers
+        ends = [(p, s) for p, s in enumerate(last)]
+        yield head_parameters(model), ends
+        starts = [[part.layers[0][0] for part in pipeline.stages] for pipeline in draft]
+        cuts = sorted({start for found in starts for start in found} | {n})
+        at = list(last)
+        per_layer = layer_parameters(model)
+        for start, stop in reversed(list(pairwise(cuts))):
+            for p, found in enumerate(starts):
+                while found[at[p]] > start:
+                    at[p] -= 1
+            yield (stop - start) * per_layer, list(enumerate(at))
+        begins = [(p, 0) for p in range(len(draft))]
+        tied = [end for end in ends if end[1]] if model.tied_embeddings else []
+        yield embedding_parameters(model), begins + tied
+
+    def _exchange(self, kind: str, lanes: tuple[Devices, ...]) -> Transfer:
+        """The transfer of one byte of a collective over lanes."""
+        key = (kind, lanes)
+        found = self._exchanges.get(key)
+        if found is None:
+            found = self._exchanges[key] = across_lanes(self.network, kind, lanes, 1.0)
+        return found
+
+    def _exchange_s(self, transfer: Transfer, num_bytes: float) -> float:
+        return (self.network.alone_s(transfer) - transfer.latency_s) * num_bytes + transfer.latency_s
+
+
+def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float]) -> float:
+    """Seconds between two micro-batches of a pipeline in its steady state; waits[j] is a message between stages j and j + 1."""
+    if schedule == "gpipe":
+        there = max(max(forward), max(waits, default=0.0))
+        return there + max(max(backward), max(waits, default=0.0))
+    stages = [f + b for f, b in zip(forward, backward, strict=True)]
+    longest = 0.0
+    for i, seconds in enumerate(stages):
+        total = seconds
+        if total > longest:
+            longest = total
+        for j in range(i + 1, len(stages)):
+            total += stages[j] + 2 * waits[j - 1]
+            if total > longest * (j - i + 1):
+                longest = total / (j - i + 1)
+    return longest

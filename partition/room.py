@@ -1,0 +1,163 @@
+"""How many layers a device holds: the bytes of a stage as a sum of parts that grow with its layers and with its micro-batches.
+
+What the parts are is not said here but asked of `sim.cost.memory`, by plans of models of a few layers whose totals are
+compared: under ZeRO 0 and 1 they are linear in the layers and in the micro-batches in flight. Answers are kept for the next
+stage that is alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from partition.drafts import Draft, Settings, make_plan, stage
+from sim.cost.memory import lane_parts
+from sim.spec.cluster import Cluster
+from sim.spec.compile import in_flight
+from sim.spec.job import Job
+from sim.spec.plan import Pipeline
+
+
+@dataclass(frozen=True)
+class ModeBytes:
+    """Bytes under one recompute mode: once where a layer has it, and for each such layer and micro-batch in flight."""
+
+    working: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes on each device of a stage: what is there without layers, and what each layer and micro-batch in flight adds."""
+
+    fixed: float
+    layer: float
+    flight: float
+    """For each micro-batch in flight, whatever the layers: what the embedding and the head keep."""
+    none: ModeBytes
+    selective: ModeBytes
+    full: ModeBytes
+
+    def total(self, in_flight: int, layers: int, recomputed: int, selective: int = 0) -> float:
+        """Bytes of a stage with so many layers, some of them recomputed in full, and so many micro-batches in flight."""
+        kept = working = 0.0
+        counts = (layers - recomputed - selective, selective, recomputed)
+        for count, mode in zip(counts, (self.none, self.selective, self.full), strict=True):
+            if count:
+                kept += count * mode.kept
+                working = max(working, mode.working)
+        return self.fixed + layers * self.layer + in_flight * (self.flight + kept) + working
+
+    def fewest_recomputed(self, capacity_bytes: float, layers: int, in_flight: int) -> int | None:
+        """The fewest of the stage's layers that must be recomputed in full for it to fit, or None where it never does."""
+        if self.total(in_flight, layers, 0) <= capacity_bytes:
+            return 0
+        if self.total(in_flight, layers, layers) > capacity_bytes:
+            return None
+        few, enough = 0, layers  # `few` is too few, `enough` is enough
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            if self.total(in_flight, layers, middle) <= capacity_bytes:
+                enough = middle
+            else:
+                few = middle
+        return enough
+
+
+class Room:
+    """The bytes of stages of one job, by what they depend on."""
+
+    def __init__(self, cluster: Cluster, job: Job) -> None:
+        self._cluster, self._job = cluster, job
+        self._known: dict[object, list[StageBytes]] = {}
+
+    def fits(self, draft: Draft, settings: Settings) -> bool:
+        """Whether every stage of a draft fits in the memory of each of its devices."""
+        for pipeline in draft:
+            depth = len(pipeline.stages)
+            for s, part in enumerate(pipeline.stages):
+                devices, counts = part.replicas[0].devices, part.recomputed()
+                held = self.stage(len(draft), len(devices), pipeline.micro_batch, settings, s == 0, s == depth - 1)
+                flying = in_flight(settings.schedule, depth, s, pipeline.micro_batches)
+                if held.total(flying, part.layer_count, counts["full"], counts["selective"]) > self.capacity_bytes(devices):
+                    return False
+        return True
+
+    def capacity_bytes(self, devices: tuple[str, ...]) -> int:
+        """The memory of the smallest of some devices."""
+        return min(self._cluster.device(name).gpu.memory_bytes for name in devices)
+
+    def stage(self, pipelines: int, degree: int, micro_batch: int, settings: Settings, first: bool, last: bool) -> StageBytes:
+        """The bytes of a stage, of as many devices as `degree`, of one of some pipelines, at these ends of its pipeline."""
+        only = first and last
+        key = (pipelines, degree, micro_batch, settings.zero_stage, settings.sequence_parallel, only)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._probed(pipelines, degree, micro_batch, settings, 1 if only else 3)
+        return found[0 if first else -1 if last else 1]
+
+    def _probed(self, pipelines: int, degree: int, micro_batch: int, settings: Settings, depth: int) -> list[StageBytes]:
+        """The bytes of each stage of pipelines of this depth."""
+
+        def totals(layers: int, in_flight: int, mode: str) -> list[int]:
+            return self._totals(pipelines, degree, micro_batch, settings, depth, layers, in_flight, mode)
+
+        asked = ((1, "none"), (2, "none"), (1, "selective"), (1, "full"))
+        measured = [totals(layers, in_flight, mode) for layers, mode in asked for in_flight in (1, 2)]
+        found = []
+        for one, one_twice, two, two_twice, selective, selective_twice, full, full_twice in zip(*measured, strict=True):
+            kept = (two_twice - two) - (one_twice - one)
+            flight = (one_twice - one) - kept
+            layer = (two - one) - kept
+            # The total of one layer less this is fixed, or the working memory of the mode: of one mode it does not matter which.
+            rest = one - layer - flight - kept
+            working = [0.0]
+            modes_kept = [float(kept)]
+            for once, twice in ((selective, selective_twice), (full, full_twice)):
+                modes_kept.append(twice - once - flight)
+                working.append(once - layer - flight - modes_kept[-1] - rest)
+            least = min(working)
+            none, partly, whole = (ModeBytes(w - least, k) for w, k in zip(working, modes_kept, strict=True))
+            found.append(StageBytes(rest + least, layer, flight, none, partly, whole))
+        return found
+
+    def _totals(
+        self,
+        pipelines: int,
+        degree: int,
+        micro_batch: int,
+        settings: Settings,
+        depth: int,
+        layers: int,
+        in_flight: int,
+        mode: str,
+    ) -> list[int]:
+        """The total of each stage of the first of some equal pipelines, each stage with so many layers."""
+        names = _names()
+        draft = tuple(
+            Pipeline(
+                micro_batch,
+                in_flight,
+                tuple(
+                    stage([next(names) for _ in range(degree)], (s * layers, (s + 1) * layers), micro_batch, mode)
+                    for s in range(depth)
+                ),
+            )
+            for _ in range(pipelines)
+        )
+        job = replace(
+            self._job,
+            model=replace(self._job.model, name="probe", layers=depth * layers),
+            global_batch=pipelines * micro_batch * in_flight,
+        )
+        # Under GPipe every micro-batch is in flight at once.
+        plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
+        return [parts.total for p, _, _, parts in lane_parts(plan) if p == 0]
+
+
+def _names() -> Iterator[str]:
+    """Names of devices that are not looked up: memory depends on their number alone."""
+    n = 0
+    while True:
+        yield f"probe/{n}"
+        n += 1

@@ -1,0 +1,72 @@
+"""Megatron's grid: the best of all, in Megatron's order."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from partition import plan
+from partition.drafts import Settings, make_plan, stage
+from partition.layers import even_split, ranges
+from sim.simulation import simulation
+from sim.spec.judge import Cost
+from sim.spec.plan import Pipeline, Plan
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
+
+
+def test_no_grid_on_a_homogeneous_cluster_is_faster() -> None:
+    world, work = cluster(node("a", "RTX4090", 4), node("b", "RTX4090", 4)), job(SMALL, 2048, 16)
+    judge, names = simulation(world, work), [device.name for device in world.devices]
+    seconds = []
+    for tensor, depth, size, mode, zero in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "selective", "full"), (0, 1)):
+        data = 8 // (tensor * depth)
+        if data * tensor * depth != 8 or 16 % (data * size):
+            continue
+        draft = tuple(
+            Pipeline(
+                size,
+                16 // (data * size),
+                tuple(
+                    stage(names[(s * data + d) * tensor :][:tensor], cut, size, mode)
+                    for s, cut in enumerate(ranges(even_split(SMALL.layers, depth)))
+                ),
+            )
+            for d in range(data)
+        )
+        verdict = judge(make_plan(world, work, draft, Settings(zero_stage=zero, sequence_parallel=tensor > 1)))
+        if isinstance(verdict, Cost):
+            seconds.append(verdict.iteration_s)
+    result = plan(world, work, "megatron", budget_s=600)
+    assert result.cost is not None
+    assert len(seconds) > 20
+    assert result.cost.iteration_s <= min(seconds) * (1 + 1e-9)
+
+
+def found(planner_world: str = "homogeneous") -> Plan:
+    world = cluster(node("a", "RTX4090", 4), node("b", "RTX4090", 4)) if planner_world == "homogeneous" else mixed()
+    result = plan(world, job(SMALL, 2048, 16), "megatron", budget_s=600)
+    assert result.plan is not None
+    return result.plan
+
+
+@pytest.mark.parametrize("world", ["homogeneous", "mixed"])
+def test_a_grid_is_symmetric(world: str) -> None:
+    best = found(world)
+    assert len({(p.micro_batch, p.micro_batches, len(p.stages)) for p in best.pipelines}) == 1
+    assert len({len(stage.devices) for p in best.pipelines for stage in p.stages}) == 1
+    assert len({tuple(stage.layers for stage in p.stages) for p in best.pipelines}) == 1
+
+
+def test_ranks_go_tensor_first_then_data_then_pipeline() -> None:
+    best = found()
+    order = [name for s in range(len(best.pipelines[0].stages)) for p in best.pipelines for name in p.stages[s].devices]
+    assert order == ["a/0", "a/1", "a/2", "a/3", "b/0", "b/1", "b/2", "b/3"][: len(order)]
+
+
+def test_a_slow_kind_is_left_out_where_it_holds_the_others_up() -> None:
+    # Four RTX 4090 of 165 TFLOP/s beside one T4 of 65, over 10 Gbit/s: a symmetric grid of five is no faster than one of four.
+    world = cluster(node("slow", "T4", 1), node("fast", "RTX4090", 4))
+    result = plan(world, job(TINY, precision="fp16"), "megatron", budget_s=600)
+    assert result.plan is not None
+    assert all(name.startswith("fast/") for name in result.plan.devices)

@@ -1,0 +1,199 @@
+"""What every planner keeps, whatever its method: one suite over all that are registered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import partition
+from partition import PLANNERS
+from sim.cost.feasibility import infeasible
+from sim.simulation import simulation
+from sim.spec.cluster import Cluster
+from sim.spec.compile import compile_plan
+from sim.spec.job import Job
+from sim.spec.judge import Cost, Infeasible, Judge, Verdict
+from sim.spec.plan import Plan
+from sim.spec.program import dry_run
+from sim.spec.reading import InputError
+from sim.spec.transformer import transformer
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
+
+ROOT = Path(__file__).parents[2]
+ALL = sorted(PLANNERS)
+
+WORLDS: dict[str, tuple[Cluster, Job]] = {
+    "one GPU": (cluster(node("a", "A100-40GB-SXM", 1, "nvlink")), job()),
+    "two GPUs of two nodes": (cluster(node("a", "RTX4090", 1), node("b", "RTX3090", 1)), job(batch=7)),
+    "two kinds": (mixed(), job(SMALL)),
+    "uneven nodes, a batch that nothing divides": (
+        cluster(node("a", "A100-40GB-SXM", 3, "nvlink"), node("b", "A100-40GB-SXM", 6, "nvlink"), node("c", "RTX4090", 2)),
+        job(batch=13),
+    ),
+    "more GPUs than layers": (mixed(), job(replace(TINY, name="shallow", layers=2))),
+    "one sequence": (mixed(), job(batch=1)),
+    "tied embeddings": (mixed(), job(replace(TINY, name="tied", tied_embeddings=True))),
+    "fp32 with a T4": (cluster(node("a", "V100-16GB-SXM", 2, "nvlink"), node("b", "T4", 2)), job(precision="fp32")),
+    "a kind without bf16": (cluster(node("a", "V100-16GB-SXM", 4, "nvlink"), node("b", "RTX4090", 2)), job()),
+    "heads that few degrees divide": (mixed(), job(replace(TINY, name="odd", heads=6, kv_heads=2, head_dim=128))),
+}
+
+
+@pytest.mark.parametrize("planner", ALL)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_planner_ends_with_a_plan_that_runs_and_costs_what_the_judge_says(planner: str, world: str) -> None:
+    on, work = WORLDS[world]
+    result = partition.plan(on, work, planner, budget_s=600)
+    assert (result.planner, result.stopped, result.infeasible) == (planner, "finished", None)
+    assert result.plan is not None
+    assert result.plan.job() == work
+    assert infeasible(result.plan, on) is None
+    dry_run(compile_plan(result.plan))
+    assert result.cost == simulation(on, work)(result.plan)
+    assert result.judged >= 1
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_a_planner_has_no_plan_judged_twice_and_none_that_cannot_run(planner: str) -> None:
+    on, work = WORLDS["two kinds"]
+    judge, seen = simulation(on, work), set()
+
+    def strict(plan: Plan) -> Verdict:
+        assert plan not in seen
+        seen.add(plan)
+        verdict = judge(plan)
+        assert isinstance(verdict, Cost), verdict
+        return verdict
+
+    assert partition.plan(on, work, planner, judge=strict, budget_s=600).judged == len(seen) > 1
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_the_answer_is_the_best_plan_that_was_judged(planner: str) -> None:
+    on, work = WORLDS["two kinds"]
+    judge, seconds = simulation(on, work), []
+
+    def recording(plan: Plan) -> Verdict:
+        verdict = judge(plan)
+        assert isinstance(verdict, Cost)
+        seconds.append(verdict.iteration_s)
+        return verdict
+
+    result = partition.plan(on, work, planner, judge=recording, budget_s=600)
+    assert result.cost is not None
+    assert result.cost.iteration_s == min(seconds)
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_the_same_seed_gives_the_same_answer(planner: str) -> None:
+    on, work = WORLDS["two kinds"]
+    first, second = (partition.plan(on, work, planner, budget_s=600, seed=5) for _ in range(2))
+    assert (first.plan, first.cost, first.judged) == (second.plan, second.cost, second.judged)
+
+
+def test_processes_with_other_hash_orders_give_the_same_answers() -> None:
+    program = (
+        "from partition import PLANNERS, plan\n"
+        "from tests.partition.small_worlds import SMALL, job, mixed\n"
+        "for name in sorted(PLANNERS):\n"
+        "    result = plan(mixed(), job(SMALL), name, budget_s=600, seed=1)\n"
+        "    print(name, result.judged, result.cost.iteration_s, result.plan.to_json())\n"
+    )
+    printed = []
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert all(f"{name} " in printed[0] for name in ALL)
+
+
+class Clock:
+    """A clock that goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = time.perf_counter()
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def slow_judge(on: Cluster, work: Job, clock: Clock) -> Judge:
+    judge = simulation(on, work)
+
+    def slow(plan: Plan) -> Verdict:
+        clock.now_s += 1.0
+        return judge(plan)
+
+    return slow
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_the_budget_is_overdrawn_by_one_judgement_at_most(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on, work = WORLDS["two kinds"]
+    clock = Clock()
+    monkeypatch.setattr("partition.search.time", clock)
+    result = partition.plan(on, work, planner, judge=slow_judge(on, work, clock), budget_s=1.5)
+    assert (result.stopped, result.judged) == ("budget", 2)
+    assert 1.5 < result.seconds < 2.5
+    assert result.plan is not None
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_an_interrupt_leaves_the_best_plan_so_far(planner: str) -> None:
+    on, work = WORLDS["two kinds"]
+    judge, count = simulation(on, work), 0
+
+    def interrupted(plan: Plan) -> Verdict:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return judge(plan)
+
+    result = partition.plan(on, work, planner, judge=interrupted, budget_s=600)
+    assert (result.stopped, result.judged) == ("interrupted", 1)
+    assert result.plan is not None
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_a_model_that_fits_nowhere_is_answered_with_the_memory_that_lacks(planner: str) -> None:
+    on = cluster(node("a", "RTX3080Ti", 2))
+    result = partition.plan(on, job(transformer("llama-2-13b")), planner, budget_s=600)
+    assert (result.plan, result.cost, result.judged, result.stopped) == (None, None, 0, "finished")
+    reason = result.infeasible
+    assert isinstance(reason, Infeasible)
+    assert reason.reason == "memory"
+    assert reason.need_bytes is not None and reason.have_bytes is not None
+    assert reason.need_bytes > reason.have_bytes == on.nodes[0].gpu.memory_bytes
+    assert "needs" in reason.message and "GiB" in reason.message
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_gpus_without_the_precision_are_answered_with_that(planner: str) -> None:
+    result = partition.plan(cluster(node("a", "V100-16GB-SXM", 2, "nvlink")), job(), planner)
+    assert result.plan is None
+    assert result.infeasible is not None
+    assert (result.infeasible.reason, result.infeasible.device) == ("precision", "a/0")
+    assert "bf16" in result.infeasible.message
+
+
+@pytest.mark.parametrize("planner", ALL)
+def test_gpus_without_the_precision_are_left_out(planner: str) -> None:
+    on, work = WORLDS["a kind without bf16"]
+    result = partition.plan(on, work, planner, budget_s=600)
+    assert result.plan is not None
+    assert {name.split("/")[0] for name in result.plan.devices} == {"b"}
+
+
+def test_an_unknown_planner_is_told_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"unknown planner 'megatrom'; accepted: .*flashflex.*megatron.*random"):
+        partition.plan(mixed(), job(), "megatrom")

@@ -1,0 +1,158 @@
+"""The quick price: exact where nothing contends, near the simulation elsewhere, and of the same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from partition.drafts import Draft, Settings, make_plan, stage
+from partition.layers import even_split, ranges
+from partition.pricing import Pricing, schedule_period_s
+from sim.cost.compute import ComputeCost
+from sim.engine import simulate
+from sim.simulation import simulation
+from sim.spec.cluster import Cluster
+from sim.spec.compile import compile_plan
+from sim.spec.judge import Cost
+from sim.spec.plan import Pipeline
+from sim.spec.program import Backward, Forward
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
+
+
+def grid(names: list[str], depth: int, micro_batches: int, layers: int, degree: int = 1, size: int = 1, full: int = 0) -> Draft:
+    """Equal pipelines over consecutive devices, in Megatron-LM's order."""
+    data = len(names) // (depth * degree)
+    cuts = ranges(even_split(layers, depth))
+    return tuple(
+        Pipeline(
+            size,
+            micro_batches,
+            tuple(
+                stage(names[(s * data + d) * degree : (s * data + d + 1) * degree], cut, size, full=full)
+                for s, cut in enumerate(cuts)
+            ),
+        )
+        for d in range(data)
+    )
+
+
+def names(world: Cluster) -> list[str]:
+    return [device.name for device in world.devices]
+
+
+def test_equal_stages_without_messages_take_m_plus_p_minus_1_slots() -> None:
+    #   stage 0   F F F F B F B B ...      p = 4 stages, m micro-batches: (m + p - 1) (F + B)
+    forward, backward, waits = [1.0] * 4, [2.0] * 4, [0.0] * 3
+    assert schedule_period_s("1f1b", forward, backward, waits) == 3.0
+    assert schedule_period_s("gpipe", forward, backward, waits) == 3.0
+
+
+def test_two_stages_of_1f1b_pay_half_of_both_messages_and_gpipe_none() -> None:
+    assert schedule_period_s("1f1b", [1.0, 1.0], [2.0, 2.0], [0.5]) == 3.5
+    assert schedule_period_s("gpipe", [1.0, 1.0], [2.0, 2.0], [0.5]) == 3.0
+
+
+def test_a_light_stage_hides_the_message_beside_a_heavy_one() -> None:
+    assert schedule_period_s("1f1b", [1.0, 0.5], [2.0, 1.0], [0.5]) == 3.0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_one_pipeline_inside_a_node_costs_what_its_simulation_does(schedule: str, depth: int) -> None:
+    world = cluster(node("a", "A100-80GB-SXM", depth, "nvlink"))
+    work, settings = job(batch=12), Settings(schedule=schedule)
+    draft = grid(names(world), depth, 12, TINY.layers)
+    price_s = Pricing(world, work).price_s(draft, settings)
+    # The optimizer's step is left out; it is the last thing that the simulation does.
+    trace = simulate(make_plan(world, work, draft, settings), world)
+    steps = max(span.end_s - span.start_s for span in trace.spans if type(span.instruction).__name__ == "OptimizerStep")
+    assert price_s == pytest.approx(trace.iteration_s - steps, rel=0.02)
+
+
+def test_the_period_is_that_of_a_simulation_across_nodes() -> None:
+    # Stages of unequal length and messages as long as their work: 60 more micro-batches take 60 more periods.
+    world = cluster(*(node(name, "RTX4090", 1) for name in "abcd"))
+    pricing = Pricing(world, job(SMALL))
+    cuts = ranges([2, 4, 3, 3])
+    took = []
+    for micro_batches in (60, 120):
+        draft = (Pipeline(1, micro_batches, tuple(stage([n], cut, 1) for n, cut in zip(names(world), cuts, strict=True))),)
+        plan = make_plan(world, job(SMALL, batch=micro_batches), draft, Settings())
+        took.append(simulate(plan, world).iteration_s)
+    period_s = pricing.course(draft[0], Settings()).ends()[1]
+    assert (took[1] - took[0]) / 60 == pytest.approx(period_s, rel=0.1)
+
+
+def test_the_seconds_of_a_stage_are_those_of_the_simulation() -> None:
+    world = mixed()
+    work, pricing = job(), Pricing(world, job())
+    settings = Settings(sequence_parallel=True)
+    devices = [("slow/0", "slow/1"), ("fast/0", "fast/1")]
+    draft = (Pipeline(2, 8, tuple(stage(d, cut, 2, full=1) for d, cut in zip(devices, [(0, 3), (3, 8)], strict=True))),)
+    plan = make_plan(world, work, draft, settings)
+    cost, course = ComputeCost(plan, world), pricing.course(draft[0], settings)
+    for s, lane in enumerate(compile_plan(plan).lanes):
+        for kind, seconds in ((Forward, course.forward_s[s]), (Backward, course.backward_s[s])):
+            instruction = kind(0, lane.layers[0])
+            expected = cost.seconds(lane, instruction)
+            for collective in cost.collectives(lane, instruction):
+                expected += pricing._ring_s(collective, lane.devices)
+            assert seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_prices_rank_plans_as_their_simulations_do() -> None:
+    world = cluster(node("a", "RTX4090", 4), node("b", "RTX4090", 4))
+    work = job(SMALL, 2048, 32)
+    judge, pricing = simulation(world, work), Pricing(world, work)
+    prices, simulated = [], []
+    for depth, degree, size, full in [
+        (1, 1, 1, 0),
+        (2, 1, 1, 0),
+        (4, 1, 1, 0),
+        (8, 1, 1, 0),
+        (8, 1, 4, 3),
+        (2, 2, 2, 0),
+        (4, 2, 1, 6),
+        (2, 4, 1, 0),
+        (1, 4, 2, 6),
+    ]:
+        data = 8 // (depth * degree)
+        draft = grid(names(world), depth, 32 // (data * size), SMALL.layers, degree, size, full)
+        verdict = judge(make_plan(world, work, draft, Settings()))
+        if isinstance(verdict, Cost):
+            prices.append(pricing.price_s(draft, Settings()))
+            simulated.append(verdict.iteration_s)
+    assert len(prices) >= 7
+    ratios = np.array(prices) / np.array(simulated)
+    assert ratios.min() > 0.75
+    assert ratios.max() < 1.25
+    ranks = [np.argsort(np.argsort(values)) for values in (prices, simulated)]
+    assert np.corrcoef(ranks[0], ranks[1])[0, 1] > 0.85
+
+
+def test_the_gradients_of_tied_embeddings_cost_even_one_pipeline() -> None:
+    world = cluster(node("a", "RTX4090", 1), node("b", "RTX4090", 1))
+    tied = replace(TINY, name="tied", tied_embeddings=True)
+    draft = grid(names(world), 2, 16, TINY.layers)
+    prices = {model.name: Pricing(world, job(model)).price_s(draft, Settings()) for model in (TINY, tied)}
+    # 32,000 x 1,024 gradients of 4 bytes go half of the way round over 1.15 GB/s, and half as many bytes come back.
+    exchange_s = 32_000 * 1_024 * (4 + 2) / 2 / (1.25e9 * 0.92)
+    assert prices["tied"] - prices["tiny"] == pytest.approx(exchange_s, rel=0.25)
+
+
+def test_gradients_between_nodes_cost_more_than_inside_them() -> None:
+    world = cluster(node("a", "RTX4090", 2), node("b", "RTX4090", 2))
+    a0, a1, b0, b1 = names(world)
+    pricing = Pricing(world, job())
+
+    def pair(first: list[str], second: list[str]) -> Draft:
+        cuts = [(0, 4), (4, 8)]
+        return tuple(
+            Pipeline(1, 8, tuple(stage([n], cut, 1) for n, cut in zip(devices, cuts, strict=True))) for devices in (first, second)
+        )
+
+    inside = pricing.price_s(pair([a0, b0], [a1, b1]), Settings())
+    across = pricing.price_s(pair([a0, a1], [b0, b1]), Settings())
+    assert inside < across
