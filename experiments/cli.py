@@ -1,0 +1,93 @@
+"""The command line `motley`: its commands, and how every mistake and failure ends in one line and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from experiments.commands.compare import compare
+from experiments.commands.demo import demo
+from experiments.commands.plan import plan
+from experiments.commands.simulate import simulate
+from experiments.exits import BAD_INPUT, FAILED, INTERRUPTED, tell_error
+from sim.spec.reading import InputError
+from sim.spec.version import VERSION
+
+TRACEBACK = "MOTLEY_TRACEBACK"
+"""The environment variable that makes an unexpected failure show where it came from."""
+
+USAGE_ERROR = typer.BadParameter.__mro__[1]
+"""What typer raises for wrong options, commands and values; it has no public name of its own."""
+
+app = typer.Typer(
+    name="motley",
+    help="Plans, simulates and compares the training of large language models on mixed GPUs.",
+    epilog="Example: motley demo --out results/demo. Exit codes: 0; 1 no feasible plan; 2 bad input; 3 failed while running; "
+    "130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (plan, simulate, compare, demo):
+    app.command()(command)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"motley {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _motley(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True, show_default=False)
+    ] = False,
+) -> None:
+    """Plans, simulates and compares the training of large language models on mixed GPUs."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command line with these arguments, or with those of the process. Every error is one line."""
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name="motley", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except InputError as error:
+        tell_error(f"error: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        tell_error("interrupted")
+        return INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # typer makes the first into the second
+        # The reader of the output has gone, as `head` does. What is still buffered must not fail again at the end.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if isinstance(error, USAGE_ERROR):
+            message = error.format_message()  # type: ignore[attr-defined]
+            if message:  # without any argument, the help is all there is to say
+                tell_error(f"error: {message}")
+            return BAD_INPUT
+        if os.environ.get(TRACEBACK):
+            raise
+        if isinstance(error, OSError):
+            tell_error(f"error: {error}")
+        else:
+            tell_error(f"error: unexpected {type(error).__name__}: {error} (with {TRACEBACK}=1 it shows where)")
+        return FAILED
+
+
+def main() -> None:
+    """Runs the command line and ends the process."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`motley compare`: ranks planners on one judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.commands.options import (
+    Budget,
+    GlobalBatch,
+    JudgeName,
+    ModelName,
+    Precision,
+    SequenceLength,
+    budget_s,
+    read_clusters,
+    read_job,
+    whole_number,
+)
+from experiments.comparison import Cell, Outcome, ranking, row, rows_csv, rows_json
+from experiments.comparison import compare as run_comparison
+from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
+from experiments.judges import judge_named
+from experiments.output import Outputs, check_folder, outputs
+from experiments.progress import count_progress
+from experiments.tables import ranking_table
+from partition import PLANNERS
+from partition.search import planner_named
+from sim.spec.cluster import Cluster
+from sim.spec.job import Job
+from sim.spec.reading import InputError, write_file
+
+ClusterFiles = Annotated[
+    list[Path],
+    typer.Option(
+        "--cluster",
+        "--clusters",
+        metavar="FILE...",
+        help="The clusters, YAML files: several after one flag, or the flag several times.",
+    ),
+]
+MoreClusterFiles = Annotated[
+    list[Path] | None, typer.Argument(metavar="FILE", help="More clusters, as after --clusters *.yaml.", show_default=False)
+]
+PlannerNames = Annotated[str, typer.Option("--planners", metavar="NAMES", help="Planners, parted by commas, or all.")]
+OneSeed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", parser=whole_number(0), help="The one seed.  [default: 0]", show_default=False),
+]
+SeedCount = Annotated[
+    int | None,
+    typer.Option(
+        "--seeds", metavar="N", parser=whole_number(1), help="Search with each of the seeds 0 to N-1.", show_default=False
+    ),
+]
+Folder = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Write all plans and results.csv there.", show_default=False)
+]
+RowsFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; '-' is standard output.", show_default=False)
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        metavar="N",
+        parser=whole_number(1),
+        help="Searches at one time; by default one per core.",
+        show_default=False,
+    ),
+]
+
+
+def compare(
+    clusters: ClusterFiles,
+    model: ModelName,
+    global_batch: GlobalBatch,
+    more_clusters: MoreClusterFiles = None,
+    sequence_length: SequenceLength = None,
+    precision: Precision = "bf16",
+    planners: PlannerNames = "all",
+    judge: JudgeName = "simulate",
+    budget: Budget = "10s",
+    seed: OneSeed = None,
+    seeds: SeedCount = None,
+    out: Folder = None,
+    json_file: RowsFile = None,
+    processes: Processes = None,
+) -> None:
+    """Rank planners by the plans they find in the same time.
+
+    Prints a table per cluster, the fastest plan's planner first; over
+    several seeds, medians. --out writes CLUSTER.PLANNER.SEED.json for every
+    plan, and results.csv. Exit code 1: a cluster has no feasible plan.
+
+    Example:
+
+      motley compare --clusters examples/clusters/hexiscale-*.yaml \\
+        --model llama-2-7b --global-batch 256 --seq-len 4096 \\
+        --planners megatron,flashflex,random --budget 10s --seeds 3 \\
+        --out results/compare
+    """
+    limit_s = budget_s(budget)
+    names = _planner_names(planners)
+    judge_named(judge)
+    if seed is not None and seeds is not None:
+        raise InputError(f"--seed and --seeds exclude one another, but got --seed {seed} and --seeds {seeds}")
+    paths = [*clusters, *_checked(more_clusters or [])]
+    if out is not None:
+        check_folder("--out", out)
+    files = outputs({"--json": json_file}, inputs=paths)
+    places = read_clusters(paths)
+    job = read_job(model, global_batch, sequence_length, precision)
+    chosen = range(seeds) if seeds is not None else [seed or 0]
+    cells = [Cell(place, job, name, judge, limit_s, number) for place in places for name in names for number in chosen]
+    with count_progress(f"{len(cells)} searches of {limit_s:g} s at most", len(cells)) as progress:
+        outcomes, interrupted = run_comparison(cells, processes, progress)
+    write_results(outcomes, out, files)
+    for place in places:
+        own = [outcome for outcome in outcomes if outcome.cell.cluster == place]
+        if own:
+            show_ranking(place, job, own, files)
+    files.finish()
+    if interrupted:
+        tell_error(f"interrupted: {len(outcomes)} of {len(cells)} searches were begun")
+        raise typer.Exit(INTERRUPTED)
+    if any(outcome.error is not None for outcome in outcomes):
+        raise typer.Exit(FAILED)
+    without = [place.name for place in places if not any(o.plan for o in outcomes if o.cell.cluster == place)]
+    if without:
+        tell_error(f"no feasible plan for {', '.join(without)}")
+        raise typer.Exit(NO_ANSWER)
+
+
+def _planner_names(text: str) -> list[str]:
+    """The planners of a list parted by commas, each once; 'all' is every registered one. Raises InputError for others."""
+    names = list(PLANNERS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--planners: expected names parted by commas, or all, but got {text!r}")
+    for name in names:
+        planner_named(name)
+    return list(dict.fromkeys(names))
+
+
+def _checked(more_clusters: Sequence[Path]) -> Sequence[Path]:
+    """The files; raises InputError where one is a planner's name, which was meant for --planners."""
+    for path in more_clusters:
+        if str(path) in PLANNERS:
+            raise InputError(
+                f"{path} is a planner, but a cluster file is expected there; part planners by commas: --planners A,B"
+            )
+    return more_clusters
+
+
+def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outputs) -> None:
+    """Nothing; writes every plan and results.csv into the folder, if one is given, and the rows to --json."""
+    rows = []
+    for outcome in outcomes:
+        name = f"{outcome.cell.cluster.name}.{outcome.cell.planner}.{outcome.cell.seed}.json"
+        written = folder is not None and outcome.plan is not None
+        if folder is not None and outcome.plan is not None:
+            kept = write_file(folder / name, outcome.plan.to_json())
+            if kept is not None:
+                files.tell(folder / name, kept)
+        rows.append(row(outcome, name if written else None))
+    if folder is not None:
+        files.tell(folder / "results.csv", write_file(folder / "results.csv", rows_csv(rows)))
+        plans = sum(outcome.plan is not None for outcome in outcomes)
+        files.tell(f"{plans} plans into {folder}", None)
+    files.write("--json", rows_json(rows))
+
+
+def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files: Outputs) -> None:
+    """Nothing; prints the ranking on one cluster, and why planners found nothing."""
+    title = f"{job.model.name} on {cluster.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}"
+    seeds = len({outcome.cell.seed for outcome in outcomes})
+    if seeds > 1:
+        title += f"; medians of {seeds} seeds, and the range of iterations"
+    standings = ranking(outcomes)
+    files.console.print(ranking_table(title, standings))
+    for standing in standings:
+        reasons = [outcome.why_not for outcome in standing.outcomes if outcome.why_not is not None]
+        if reasons:
+            failed = any(outcome.error is not None for outcome in standing.outcomes)
+            files.say(f"{standing.planner} {'failed' if failed else 'found no plan'}: {reasons[0]}")
+    files.console.print()

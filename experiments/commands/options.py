@@ -1,0 +1,104 @@
+"""The options that several commands share, and what their texts mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.gpu import PRECISIONS
+from sim.spec.job import Job
+from sim.spec.reading import InputError, quantity
+from sim.spec.transformer import Transformer, transformer
+
+MOST_DEFAULT_TOKENS = 4096
+
+
+def whole_number(minimum: int) -> Callable[[object], int]:
+    """A parser of whole numbers of at least `minimum`, whose error names the value, which typer's own does not."""
+
+    def parse(text: object) -> int:
+        try:
+            number = int(str(text))
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise typer.BadParameter(f"expected a whole number of at least {minimum}, but got {str(text)!r}")
+        return number
+
+    return parse
+
+
+ClusterFile = Annotated[Path, typer.Option("--cluster", metavar="FILE", help="The cluster, a YAML file.")]
+ModelName = Annotated[
+    str,
+    typer.Option("--model", metavar="MODEL", help="A preset such as llama-2-13b, a Hugging Face config.json, or its folder."),
+]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", metavar="N", parser=whole_number(1), help="Sequences of one iteration.")
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len",
+        metavar="TOKENS",
+        parser=whole_number(1),
+        help=f"Tokens of a sequence. Default: the model's context length, but at most {MOST_DEFAULT_TOKENS}; "
+        f"{MOST_DEFAULT_TOKENS} where the model states none.",
+        show_default=False,
+    ),
+]
+Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help=f"One of {', '.join(PRECISIONS)}.")]
+JudgeName = Annotated[
+    str, typer.Option("--judge", metavar="NAME", help="What scores the plans of the search: simulate, the event simulation.")
+]
+Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="How long a search may take: 500ms, 30s, 2min.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", parser=whole_number(0), help="Seed of everything that is drawn at random.")
+]
+ReportFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.", show_default=False),
+]
+
+
+def budget_s(text: str) -> float:
+    """The seconds of a budget such as '30s'. Raises InputError for a bare number, and for none above zero."""
+    try:
+        seconds = quantity(text, "time")
+    except InputError as error:
+        raise InputError(f"--budget: {error}") from None
+    if not 0 < seconds < math.inf:
+        raise InputError(f"--budget: a budget is above zero seconds, but got {text!r}")
+    return seconds
+
+
+def default_sequence_length(model: Transformer) -> int:
+    """The tokens of a sequence where nothing else is said: the model's context length, but at most MOST_DEFAULT_TOKENS.
+
+    Rounded down to a multiple of 64, because OPT's position table has two rows more than it has positions.
+    """
+    if model.max_positions == 0 or model.max_positions >= MOST_DEFAULT_TOKENS:
+        return MOST_DEFAULT_TOKENS
+    return model.max_positions // 64 * 64 or model.max_positions
+
+
+def read_job(model: str, global_batch: int, sequence_length: int | None, precision: str) -> Job:
+    """The job that the options describe. Raises InputError for a model that is not there, and what does not fit it."""
+    shape = transformer(model)
+    tokens = default_sequence_length(shape) if sequence_length is None else sequence_length
+    return Job(shape, tokens, global_batch, precision)
+
+
+def read_clusters(paths: list[Path]) -> list[Cluster]:
+    """The clusters of the files. Raises InputError where two have one name, which their results would share."""
+    clusters = [read_cluster(path) for path in paths]
+    for i, cluster in enumerate(clusters):
+        for j in range(i):
+            if clusters[j].name == cluster.name:
+                raise InputError(f"{paths[i]}: the cluster's name {cluster.name!r} is taken by {paths[j]} already")
+    return clusters

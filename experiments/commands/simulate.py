@@ -1,0 +1,135 @@
+"""`motley simulate`: what one iteration of a plan takes on a cluster."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.commands.options import ClusterFile, ReportFile, Seed
+from experiments.exits import NO_ANSWER, tell_error
+from experiments.output import outputs
+from experiments.tables import plan_table, report_table, timeline_title
+from sim.cost.feasibility import infeasible
+from sim.engine import simulate as simulate_plan
+from sim.metrics import infeasible_report, report, report_json
+from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.compile import compile_plan
+from sim.spec.plan import Plan, read_plan
+from sim.spec.program import dry_run, program_text
+from sim.spec.reading import InputError
+from sim.spec.trace import trace_json
+
+
+def _fraction(text: object) -> float:
+    """The number between 0 and 1 of a text; its error names the value, which typer's own does not."""
+    try:
+        number = float(str(text))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise typer.BadParameter(f"expected a number between 0 and 1, but got {str(text)!r}")
+    return number
+
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.", show_default=False)]
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write the trace as JSON, which Perfetto opens; '-' is standard output.",
+        show_default=False,
+    ),
+]
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar="FILE", help="Draw the timeline: .png, .svg or .pdf.", show_default=False)
+]
+ProgramFile = Annotated[
+    str | None,
+    typer.Option(
+        "--program",
+        metavar="FILE",
+        help="Write the instructions of every lane as text; '-' is standard output.",
+        show_default=False,
+    ),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(
+        "--jitter",
+        metavar="FRACTION",
+        parser=_fraction,
+        help="Standard deviation of the devices' speeds, as a fraction, drawn with --seed.",
+    ),
+]
+
+
+def simulate(
+    plan: PlanFile,
+    cluster: ClusterFile,
+    trace: TraceFile = None,
+    timeline: TimelineFile = None,
+    json_file: ReportFile = None,
+    program: ProgramFile = None,
+    seed: Seed = 0,
+    jitter: Jitter = 0.0,
+) -> None:
+    """Simulate one iteration of a plan on a cluster.
+
+    Prints the plan, lane by lane, with its time, MFU, memory and cost.
+    --trace writes what every lane did when, --timeline draws it, --json
+    writes the report, --program the instructions that the plan compiles
+    to. Exit code 1: the plan is not feasible.
+
+    Example:
+
+      motley simulate plan.json \\
+        --cluster examples/clusters/hexiscale-mixed-a.yaml \\
+        --trace trace.json --timeline timeline.png --json report.json
+    """
+    began = time.perf_counter()
+    flags = {"--trace": trace, "--timeline": timeline, "--json": json_file, "--program": program}
+    files = outputs(flags, inputs=[plan, cluster])
+    if timeline is not None:
+        from experiments.pictures import check_picture, draw_timeline  # matplotlib, only where something is drawn
+
+        check_picture("--timeline", timeline)
+    where = read_cluster(cluster)
+    what = read_plan(plan)
+    _check_devices(what, where, plan)
+    if what.cluster != where.name:
+        tell_error(f"warning: {plan} was made for the cluster {what.cluster!r}, and is simulated on {where.name!r}")
+    if program is not None:
+        compiled = compile_plan(what)
+        dry_run(compiled)
+        files.write("--program", program_text(compiled))
+    reason = infeasible(what, where)
+    if reason is not None:
+        files.write("--json", report_json(infeasible_report(reason, time.perf_counter() - began)))
+        left_out = " and ".join(flag for flag in ("--trace", "--timeline") if flag in files)
+        tell_error(f"{plan} is not feasible: {reason.message}" + (f"; {left_out}: nothing was written" if left_out else ""))
+        files.finish()
+        raise typer.Exit(NO_ANSWER)
+    done = simulate_plan(what, where, seed=seed, jitter=jitter)
+    measures = report(done, where, time.perf_counter() - began)
+    files.write("--trace", trace_json(done))
+    if timeline is not None:
+        files.tell(timeline, draw_timeline(done, where, timeline, timeline_title(what, measures)))
+    files.write("--json", report_json(measures))
+    files.console.print(plan_table(what, where, measures.peak_bytes))
+    files.console.print()
+    files.console.print(report_table(measures, what, where))
+    files.console.print()
+    files.finish()
+
+
+def _check_devices(plan: Plan, cluster: Cluster, path: Path) -> None:
+    """Nothing. Raises InputError for a device of the plan that the cluster has not."""
+    for name in plan.devices:
+        try:
+            cluster.device(name)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None

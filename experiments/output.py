@@ -1,0 +1,113 @@
+"""What a command writes: files, checked before the long work starts, and text for people beside JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from sim.spec.reading import InputError, write_file
+
+STANDARD_OUTPUT = "-"
+
+DATA_WIDTH = 100
+"""Columns of a table that goes to a file or a pipe, where COLUMNS does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a command was asked to write, by flag, and the console on which people read."""
+
+    paths: Mapping[str, str]
+    console: Console
+    _notes: list[str] = field(default_factory=list, repr=False)
+
+    def __contains__(self, flag: str) -> bool:
+        """Whether the flag was given."""
+        return flag in self.paths
+
+    def write(self, flag: str, text: str) -> None:
+        """Nothing; writes the text to the flag's file, or to standard output, if the flag was given. Raises InputError."""
+        path = self.paths.get(flag)
+        if path == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        elif path is not None:
+            self.tell(path, write_file(path, text))
+
+    def tell(self, path: str | Path, kept: Path | None) -> None:
+        """Nothing; `finish` will say that the file was written, and where its earlier content is kept."""
+        earlier = f" (the earlier one is kept as {kept})" if kept else ""
+        self._notes.append(f"wrote {path}{earlier}")
+
+    def say(self, text: str) -> None:
+        """Nothing; prints one line for people."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def finish(self) -> None:
+        """Nothing; says what was written. Last, below the tables, which are long; writing comes first, for a pipe may break."""
+        for note in self._notes:
+            self.say(note)
+        self._notes.clear()
+
+
+def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path] = ()) -> Outputs:
+    """The outputs of a command by flag; those that are None were not asked for.
+
+    The console is standard output, or standard error where data goes to standard output. Raises InputError for a place that
+    cannot be written, is named twice, or is an input.
+    """
+    paths = {flag: str(path) for flag, path in flags.items() if path is not None}
+    seen: dict[str, str] = {}
+    read = {os.path.realpath(path): str(path) for path in inputs}
+    for flag, path in paths.items():
+        place = path if path == STANDARD_OUTPUT else os.path.realpath(path)
+        if place in seen:
+            shown = "standard output" if path == STANDARD_OUTPUT else path
+            raise InputError(f"{flag} and {seen[place]} both go to {shown}, which takes one of them")
+        if place in read:
+            raise InputError(f"{flag}: {path} is read by this command, and would be overwritten")
+        seen[place] = flag
+        if path != STANDARD_OUTPUT:
+            check_file(flag, path)
+    return Outputs(paths, console(error=STANDARD_OUTPUT in seen))
+
+
+def console(error: bool = False) -> Console:
+    """A console on standard output, or standard error: as wide as the terminal, and DATA_WIDTH columns into a file or pipe."""
+    stream = sys.stderr if error else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal() else DATA_WIDTH
+    return Console(file=stream, highlight=False, width=width)
+
+
+def check_file(flag: str, path: str | Path) -> None:
+    """Nothing. Raises InputError where no file could be written at the path."""
+    if not str(path):
+        raise InputError(f"{flag}: expected the name of a file, but got ''")
+    if Path(path).is_dir():
+        raise InputError(f"{flag}: {path} is a folder, but a file is to be written there")
+    if Path(path).exists():
+        if not os.access(path, os.W_OK):
+            raise InputError(f"{flag}: {path} is write-protected")
+        if not Path(path).is_file():  # a device or a pipe
+            return
+    _check_folder(flag, Path(path).parent)
+
+
+def check_folder(flag: str, path: str | Path) -> None:
+    """Nothing. Raises InputError where the path is no folder and cannot become one."""
+    if not str(path):
+        raise InputError(f"{flag}: expected the name of a folder, but got ''")
+    _check_folder(flag, Path(path))
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise InputError(f"{flag}: {existing} is a file, but a folder is needed there")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{flag}: nothing can be written into the folder {existing}")

@@ -1,0 +1,109 @@
+"""Many independent pieces of work in as many processes as there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+
+_stop: Any = None
+"""In a worker process: the event that the parent sets when it is interrupted."""
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_interrupt(*_: object) -> None:
+    """Nothing, or KeyboardInterrupt where the parent of this worker process was interrupted. Ignores its arguments."""
+    if _stop is not None and _stop.is_set():
+        raise KeyboardInterrupt
+
+
+def in_processes(
+    function: Callable[[Task], Done],
+    tasks: Sequence[Task],
+    processes: int | None = None,
+    progress: Callable[[], None] | None = None,
+    interrupted_within: Callable[[Done], bool] | None = None,
+) -> tuple[list[Done | None], bool]:
+    """What the function returned for each task, in their order, and whether Ctrl-C ended the work early.
+
+    After an interrupt, tasks under way end as soon as they ask `check_interrupt`; what was not done is None. Function, tasks
+    and results must be picklable. With one process the work is done in this one; `interrupted_within` then tells of a result
+    whether the task itself answered Ctrl-C. Raises what the function raises, and ChildProcessError where a process died.
+    """
+    processes = min(len(tasks), processes or cores())
+    results: list[Done | None] = [None] * len(tasks)
+    if processes <= 1:
+        return results, _in_this_process(function, tasks, results, progress, interrupted_within)
+    # Forking beside other threads (the progress display, BLAS) can hang; spawned processes start clean on every system.
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    interrupted = False
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(stop,)) as pool:
+        places: dict[Future[Done | None], int] = {}
+        try:
+            places.update((pool.submit(_one, function, task), i) for i, task in enumerate(tasks))
+            for future in as_completed(places):
+                results[places[future]] = future.result()
+                if progress is not None:
+                    progress()
+        except KeyboardInterrupt:
+            interrupted = True
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            for future, i in places.items():
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    results[i] = future.result()
+        except BrokenProcessPool:
+            raise ChildProcessError("a worker process died, perhaps because memory ran out") from None
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return results, interrupted
+
+
+def _in_this_process(
+    function: Callable[[Task], Done],
+    tasks: Sequence[Task],
+    results: list[Done | None],
+    progress: Callable[[], None] | None,
+    interrupted_within: Callable[[Done], bool] | None,
+) -> bool:
+    """Whether Ctrl-C ended the work; fills in the results."""
+    try:
+        for i, task in enumerate(tasks):
+            result = results[i] = function(task)
+            if progress is not None:
+                progress()
+            if interrupted_within is not None and interrupted_within(result):
+                return True
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _begin_worker(stop: Any) -> None:
+    """Prepares a worker process: Ctrl-C reaches all processes of a terminal, and the parent alone answers it."""
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _one(function: Callable[[Task], Done], task: Task) -> Done | None:
+    """What the function returns, or None where the work was interrupted before or within it."""
+    try:
+        check_interrupt()
+        return function(task)
+    except KeyboardInterrupt:
+        return None

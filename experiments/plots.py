@@ -1,0 +1,372 @@
+"""Pictures: the timeline of a trace, and predicted beside reported MFU.
+
+Colours are of the Okabe-Ito palette, chosen so that they also differ in lightness: the pictures can be read in grey and by
+people who do not tell all colours apart. A plot takes records and an Axes to draw on (or makes a figure of its own), and never
+computes what it shows.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, PercentFormatter
+
+from sim.spec.cluster import Cluster
+from sim.spec.reading import InputError, write_file
+from sim.spec.trace import ACTIVITIES, BACKGROUND, Span, Trace, lane_pipelines, short_devices
+
+FORMATS = ("png", "svg", "pdf")
+
+DOTS_PER_INCH = 100
+
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, YELLOW, BLACK = (
+    "#0072B2",
+    "#56B4E9",
+    "#009E73",
+    "#E69F00",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+    "#000000",
+)
+"""The palette of Okabe and Ito (2008)."""
+
+
+def save_figure(figure: Figure, path: str | Path, replace: bool = False) -> Path | None:
+    """Where the earlier content of `path` is kept now, if any and unless `replace`. Writes PNG, SVG or PDF, whole or not at all.
+
+    Raises InputError for another ending, and where the place cannot be written.
+    """
+    ending = Path(path).suffix.lower().lstrip(".")
+    if ending not in FORMATS:
+        accepted = ", ".join(f".{known}" for known in FORMATS)
+        raise InputError(f"{path}: a picture's name ends in one of {accepted}, but this one ends in {Path(path).suffix!r}")
+    buffer = io.BytesIO()
+    # Without a date, and with ids that are not drawn by lot, equal pictures are equal files.
+    metadata = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[ending]
+    with rc_context({"svg.hashsalt": "motley"}):
+        figure.savefig(buffer, format=ending, metadata=metadata)
+    return write_file(path, buffer.getvalue(), replace)
+
+
+def _figure(width_inch: float, height_inch: float) -> tuple[Figure, Axes]:
+    """A figure with one Axes, drawn without any state of pyplot."""
+    figure = Figure(figsize=(width_inch, height_inch), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+# --- The timeline ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How spans of one activity look: from where to where in their row (0 top, 1 bottom), and their colours."""
+
+    label: str
+    top: float
+    bottom: float
+    fill: str
+    text: str = BLACK
+    hatch: str | None = None
+
+
+_COMPUTE_BAR, _SEND_STRIP, _COLLECTIVE_STRIP = (0.10, 0.66), (0.69, 0.79), (0.81, 0.91)
+
+_STYLES = {
+    "forward": _Style("forward", *_COMPUTE_BAR, fill=SKY),
+    "backward": _Style("backward", *_COMPUTE_BAR, fill=BLUE, text="#FFFFFF"),
+    "backward input": _Style("backward, input", *_COMPUTE_BAR, fill=BLUE, text="#FFFFFF"),
+    "backward weight": _Style("backward, weights", *_COMPUTE_BAR, fill=GREEN, text="#FFFFFF", hatch="////"),
+    "optimizer": _Style("optimizer", *_COMPUTE_BAR, fill=BLACK),
+    "send": _Style("sending", *_SEND_STRIP, fill=ORANGE),
+    "collective": _Style("reducing and gathering", *_COLLECTIVE_STRIP, fill=VERMILLION),
+    "wait": _Style("waiting to receive", *_COMPUTE_BAR, fill="#D0D0D0"),
+}
+"""In the order of the legend."""
+
+_LABELLED = frozenset({"forward", "backward", "backward input", "backward weight"})
+_MOST_LABELS = 3000
+_MOST_HATCHED = 3000
+_LEAST_DOTS = 0.5
+"""Transfers are drawn at least this wide, so that short ones are seen at all."""
+
+
+def plot_timeline(trace: Trace, ax: Axes | None = None, title: str | None = None, cluster: Cluster | None = None) -> Axes:
+    """The Axes with one row per lane, in program order, and what the lane does over the time of the iteration.
+
+    The bar of a row is its lane's work and waiting; idle is blank. The two thin strips beneath are transfers that go on beside
+    it: messages it sends, and collectives. Numbers are micro-batches, where they fit. `cluster` adds the GPU kinds to the rows'
+    labels. Without `ax`, the figure is as tall as the lanes need.
+    """
+    lanes = list(trace.lanes)
+    alone = ax is None
+    if ax is None:
+        _, ax = _figure(12.0, 1.9 + len(lanes) * _row_inch(len(lanes)))
+    scale, unit = _time_unit(trace.iteration_s)
+    end = trace.iteration_s * scale
+    ax.set_xlim(0, end)
+    ax.set_ylim(len(lanes), 0)
+    _style_timeline(ax, trace, cluster, unit)
+    row = {lane: i for i, lane in enumerate(lanes)}
+    by_activity: dict[str, list[Span]] = {activity: [] for activity in _STYLES}
+    for span in trace.spans:
+        by_activity[ACTIVITIES[type(span.instruction)]].append(span)
+    if alone:
+        legend = ax.get_figure(root=True).legend  # type: ignore[union-attr]
+        legend(handles=_timeline_legend(by_activity), loc="outside lower center", ncols=8, frameon=False, fontsize=9)
+    else:
+        handles = _timeline_legend(by_activity)
+        ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, borderaxespad=0)
+    if title is not None:
+        ax.set_title(title, loc="left", fontsize=11)
+    dots_per_unit = _dots_wide(ax) / end
+    for z, (activity, style) in enumerate(_STYLES.items()):
+        spans = by_activity[activity]
+        if spans:
+            bars = np.array([(s.start_s * scale, s.end_s * scale, row[s.lane]) for s in spans], dtype=float)
+            _draw_bars(ax, activity, style, bars, dots_per_unit, z)
+    labels = [(a, span) for a in _STYLES if a in _LABELLED for span in by_activity[a]]
+    _draw_numbers(ax, labels, row, scale, dots_per_unit)
+    return ax
+
+
+def _row_inch(lanes: int) -> float:
+    """Height of a row: roomy for few lanes, tight for many."""
+    return float(np.clip(0.75 - 0.02 * lanes, 0.24, 0.6))
+
+
+def _time_unit(iteration_s: float) -> tuple[float, str]:
+    """The factor from seconds to the unit in which the iteration is a number above 1, and the unit."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if iteration_s * scale >= 1:
+            return scale, unit
+    return 1e6, "µs"
+
+
+def _dots_wide(ax: Axes) -> float:
+    """Width of the Axes in dots, once the labels around it have their place."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    return float(ax.get_window_extent().width)
+
+
+def _style_timeline(ax: Axes, trace: Trace, cluster: Cluster | None, unit: str) -> None:
+    """Rows' labels, lines between pipelines, and the time axis."""
+    lanes = list(trace.lanes)
+    size = float(np.clip(10.5 - 0.08 * len(lanes), 6.5, 9.5))
+    ax.set_yticks([i + 0.38 for i in range(len(lanes))], [_lane_label(trace, lane, cluster) for lane in lanes], fontsize=size)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel(f"time in {unit}")
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    pipelines = list(lane_pipelines(trace).values())
+    for i in range(1, len(lanes)):
+        if pipelines[i] != pipelines[i - 1]:
+            ax.axhline(i, color="#606060", linewidth=1.0, zorder=20)
+    for i in range(len(lanes)):
+        ax.axhline(i + _COMPUTE_BAR[1], color="#B0B0B0", linewidth=0.5, zorder=0.5)
+
+
+def _lane_label(trace: Trace, lane: str, cluster: Cluster | None) -> str:
+    """The lane's name and devices in short, with their kinds where the cluster is known: 'p0s1  4x RTX4090  rtx4090-0/0-3'."""
+    devices = trace.lanes[lane]
+    shown = short_devices(devices)
+    if len(shown) > 36:
+        shown = shown[:35].rstrip() + "…"
+    if cluster is None:
+        return f"{lane}  {shown}"
+    kinds = [cluster.device(device).gpu.name for device in devices]
+    counts = " + ".join(f"{kinds.count(kind)}x {kind}" for kind in dict.fromkeys(kinds))
+    return f"{lane}  {counts}  {shown}"
+
+
+def _timeline_legend(by_activity: dict[str, list[Span]]) -> list[Patch]:
+    """A patch for every activity that occurs, and for idle."""
+    handles = [
+        Patch(facecolor=style.fill, hatch=style.hatch, edgecolor="#FFFFFF" if style.hatch else style.fill, label=style.label)
+        for activity, style in _STYLES.items()
+        if by_activity[activity]
+    ]
+    return [*handles, Patch(facecolor="#FFFFFF", edgecolor="#909090", label="idle")]
+
+
+def _draw_bars(ax: Axes, activity: str, style: _Style, bars: np.ndarray[Any, Any], dots_per_unit: float, zorder: int) -> None:
+    """Draws all spans of one activity as one collection; `bars` has a row (start, end, lane row) for each."""
+    start, end, row = bars.T
+    if activity in BACKGROUND:
+        end = np.maximum(end, start + _LEAST_DOTS / dots_per_unit)
+    top, bottom = row + style.top, row + style.bottom
+    corners = np.stack([np.stack([start, end, end, start], -1), np.stack([top, top, bottom, bottom], -1)], -1)
+    # Edges part bars of one colour that follow one another; where bars are thin, edges would be all that is seen.
+    wide = float(np.median(end - start)) * dots_per_unit >= 6
+    collection = PolyCollection(
+        list(corners),
+        facecolors=style.fill,
+        edgecolors="#FFFFFF" if wide or style.hatch else "none",
+        linewidths=0.6 if wide else 0.0,
+        hatch=style.hatch if wide and len(bars) <= _MOST_HATCHED else None,
+        # Thin bars that were snapped to whole dots would vanish or grow by chance; unsnapped, dense ones mix their colours.
+        snap=wide,
+        zorder=1 + zorder / 10,
+        label=activity,
+    )
+    ax.add_collection(collection, autolim=False)
+
+
+def _draw_numbers(ax: Axes, spans: Sequence[tuple[str, Span]], row: dict[str, int], scale: float, dots_per_unit: float) -> None:
+    """Writes the micro-batch's number into each bar that is wide enough for it."""
+    size = 7.0
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    digit_dots = 0.64 * size * figure.dpi / 72
+    bar_dots = ax.get_window_extent().height / len(row) * (_COMPUTE_BAR[1] - _COMPUTE_BAR[0])
+    if bar_dots < 1.7 * digit_dots:
+        return
+    middle = sum(_COMPUTE_BAR) / 2 + 0.02
+    fitting = []
+    for activity, span in spans:
+        number = str(span.instruction.micro_batch)  # type: ignore[union-attr]
+        if (span.end_s - span.start_s) * scale * dots_per_unit >= (len(number) + 0.8) * digit_dots:
+            fitting.append((activity, span, number))
+    if len(fitting) > _MOST_LABELS:
+        return
+    for activity, span, number in fitting:
+        style = _STYLES[activity]
+        centre = (span.start_s + span.end_s) / 2 * scale
+        ax.text(
+            centre,
+            row[span.lane] + middle,
+            number,
+            color=style.text,
+            fontsize=size,
+            ha="center",
+            va="center",
+            zorder=5,
+            clip_on=True,
+            bbox={"facecolor": style.fill, "edgecolor": "none", "pad": 1.4} if style.hatch else None,
+        )
+
+
+# --- Predicted beside reported MFU -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MfuCell:
+    """One planner's prediction beside the figure that a system reports for one cluster and model; fractions.
+
+    `hfu_at_paper_peaks` counts recomputation and takes the publication's peak FLOP/s; `mfu` is Motley's, at true peaks. Both are
+    None where the planner has no feasible plan; `note` says why.
+    """
+
+    cluster: str
+    model: str
+    system: str
+    reported: float
+    planner: str
+    hfu_at_paper_peaks: float | None
+    mfu: float | None
+    note: str = ""
+
+
+_PLANNER_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+_REPORTED = "#303030"
+_NOTE_CHARACTERS = 165
+"""What one line of the note holds at the figure's own width."""
+
+
+def plot_mfu_bars(rows: Sequence[MfuCell], ax: Axes | None = None, title: str | None = None, note: str = "") -> Axes:
+    """The Axes with a group of bars for each cluster and model: the reported figure, and for each planner its HFU and MFU.
+
+    The reported bar is dark; a planner has one colour, its HFU at the publication's peaks is solid and its MFU at true peaks
+    hatched. A planner without a plan has the words 'no plan' in the place of its bars. `note` is written below.
+    """
+    if not rows:
+        raise InputError("there is nothing to plot; expected at least one cell")
+    cells = list(dict.fromkeys((row.cluster, row.model) for row in rows))
+    planners = list(dict.fromkeys(row.planner for row in rows))
+    if ax is None:
+        _, ax = _figure(14.0, 7.0)
+    by_place = {(row.cluster, row.model, row.planner): row for row in rows}
+    width = 0.84 / (1 + 2 * len(planners))
+    value_size = float(np.clip(width * 1200 / len(cells) / 2.6, 5.5, 9.0))
+    decimals = 1 if width * 1200 / len(cells) > 30 else 0
+    for x, cell in enumerate(cells):
+        first = next(row for row in rows if (row.cluster, row.model) == cell)
+        left = x - 0.42
+        _draw_value_bar(ax, left, width, first.reported, _REPORTED, None, value_size, decimals)
+        ax.text(left + 0.46 * width, 0.004, first.system, rotation=90, color="#FFFFFF", ha="center", va="bottom", fontsize=8)
+        for p, planner in enumerate(planners):
+            row = by_place.get((*cell, planner))
+            at = left + (1 + 2 * p) * width
+            if row is None:
+                continue
+            if row.hfu_at_paper_peaks is None and row.mfu is None:
+                ax.text(at + width, 0.002, "no plan", rotation=90, ha="center", va="bottom", fontsize=8, color="#404040")
+                continue
+            fill = _PLANNER_COLOURS[p % len(_PLANNER_COLOURS)]
+            for i, (value, hatch) in enumerate(((row.hfu_at_paper_peaks, None), (row.mfu, "////"))):
+                if value is not None:
+                    _draw_value_bar(ax, at + i * width, width, value, fill, hatch, value_size, decimals)
+    _style_mfu_axes(ax, cells, rows, planners, title, note)
+    return ax
+
+
+def _draw_value_bar(
+    ax: Axes, left: float, width: float, value: float, fill: str, hatch: str | None, size: float, decimals: int
+) -> None:
+    """One bar with its value in per cent above it; a hatched bar is white with lines of the colour."""
+    face = fill if hatch is None else "#FFFFFF"
+    ax.bar(left, value, width * 0.92, align="edge", facecolor=face, edgecolor=fill, hatch=hatch, linewidth=0.8)
+    ax.text(left + width * 0.46, value, f"{value * 100:.{decimals}f}", ha="center", va="bottom", fontsize=size)
+
+
+def _style_mfu_axes(
+    ax: Axes,
+    cells: Sequence[tuple[str, str]],
+    rows: Sequence[MfuCell],
+    planners: Sequence[str],
+    title: str | None,
+    note: str,
+) -> None:
+    """Labels, legend and note around the bars."""
+    ax.set_xticks(range(len(cells)), [f"{cluster}\n{model}" for cluster, model in cells], fontsize=9)
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlim(-0.55, len(cells) - 0.45)
+    ax.xaxis.set_minor_locator(FixedLocator([x - 0.5 for x in range(1, len(cells))]))
+    ax.grid(True, axis="x", which="minor", color="#D8D8D8", linewidth=0.8)
+    ax.tick_params(axis="x", which="minor", length=0)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.set_ylabel("share of peak FLOP/s")
+    ax.grid(True, axis="y", color="#E4E4E4", linewidth=0.8)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    handles = [Patch(facecolor=_REPORTED, label="reported"), Patch(facecolor="none", label=" ")]
+    for p, planner in enumerate(planners):
+        fill = _PLANNER_COLOURS[p % len(_PLANNER_COLOURS)]
+        handles.append(Patch(facecolor=fill, label=f"{planner}: HFU at the paper's peaks"))
+        handles.append(Patch(facecolor="#FFFFFF", edgecolor=fill, hatch="////", label=f"{planner}: MFU at true peaks"))
+    columns = min(1 + len(planners), 4)
+    legend_lines = -(-len(handles) // columns)
+    highest = max(value for row in rows for value in (row.reported, row.hfu_at_paper_peaks, row.mfu) if value is not None)
+    ax.set_ylim(0, highest * (1.08 + 0.045 * legend_lines))
+    ax.legend(handles=handles, loc="upper left", ncols=columns, facecolor="#FFFFFF", edgecolor="none", framealpha=1, fontsize=9)
+    if title is not None:
+        ax.set_title(title, loc="left", fontsize=12)
+    if note:
+        wrapped = "\n".join(textwrap.fill(line, _NOTE_CHARACTERS) for line in note.splitlines())
+        ax.set_xlabel(wrapped, fontsize=9, color="#404040", loc="left")

@@ -1,0 +1,97 @@
+"""Progress of long work, on standard error: only where that is a terminal, and only after two seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from partition.search import Search
+
+PATIENCE_S = 2.0
+"""How long work may take before its progress is shown."""
+
+
+@contextmanager
+def _shown_after_patience(progress: Progress) -> Iterator[None]:
+    """Starts the progress after PATIENCE_S unless the work is done by then; stops it in any case."""
+    if not progress.console.is_terminal:
+        yield
+        return
+    timer = threading.Timer(PATIENCE_S, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
+
+
+class SearchProgress:
+    """What `partition.search` tells of its progress: the best so far, plans judged per second, elapsed time and budget."""
+
+    def __init__(self, progress: Progress, budget_s: float) -> None:
+        self._progress, self._budget_s = progress, budget_s
+        self._task = progress.add_task("searching", total=budget_s, best="no feasible plan yet", rate="")
+
+    def __call__(self, search: Search) -> None:
+        """Nothing; shows where the search stands."""
+        best = f"best {search.best[1].iteration_s:.4g} s" if search.best else "no feasible plan yet"
+        rate = f"{search.judged} plans judged, {search.judged / max(search.elapsed_s, 1e-9):.3g}/s"
+        self._progress.update(self._task, completed=min(search.elapsed_s, self._budget_s), best=best, rate=rate)
+
+
+@contextmanager
+def search_progress(budget_s: float) -> Iterator[SearchProgress]:
+    """The progress callback of one search with this budget."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[best]}"),
+        TextColumn("{task.fields[rate]}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn(f"of {budget_s:g} s"),
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    callback = SearchProgress(progress, budget_s)
+    with _shown_after_patience(progress):
+        yield callback
+
+
+class CountProgress:
+    """Counts what is done of a known number."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._task = progress, progress.add_task(what, total=total)
+
+    def __call__(self) -> None:
+        """Nothing; one more is done."""
+        self._progress.advance(self._task)
+
+
+@contextmanager
+def count_progress(what: str, total: int) -> Iterator[CountProgress]:
+    """A callback that is called once for each of `total` that is done."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    callback = CountProgress(progress, what, total)
+    with _shown_after_patience(progress):
+        yield callback

@@ -1,0 +1,294 @@
+"""Tables for people: a plan, the measures of an iteration, planners side by side. Per cent, GiB and ms live here only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from experiments.comparison import Standing, headroom
+from partition.search import Result
+from sim.metrics import Report
+from sim.spec.cluster import Cluster
+from sim.spec.compile import lane_name
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.trace import short_devices
+
+if TYPE_CHECKING:
+    from experiments.plots import MfuCell  # it would import matplotlib
+
+GIB = 2**30
+
+MOST_LANES = 40
+"""Above this many lanes, pipelines that are alike are shown once."""
+
+NEARLY_FULL = 0.95
+
+
+def _table() -> Table:
+    """A table without rows, with two spaces between its columns."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _titled(title: str, table: Table) -> Group:
+    """The table below its title, which may be as wide as the console, and not only as the table."""
+    return Group(Text(title, style="bold"), table)
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------------
+
+
+def seconds(value_s: float | None) -> str:
+    """Seconds with four digits, in the unit that suits them."""
+    if value_s is None:
+        return "-"
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if value_s * factor >= 1:
+            return f"{value_s * factor:.4g} {unit}" if value_s < 1000 else f"{value_s:,.0f} s"
+    return f"{value_s * 1e6:.4g} µs"
+
+
+def per_cent(fraction: float | None, digits: int = 2) -> str:
+    """A fraction in per cent."""
+    return "-" if fraction is None else f"{fraction * 100:.{digits}f} %"
+
+
+def energy(value_j: float | None) -> str:
+    """Joules with three digits, in the unit that suits them."""
+    if value_j is None:
+        return "-"
+    for factor, unit in ((1e-9, "GJ"), (1e-6, "MJ"), (1e-3, "kJ")):
+        if value_j * factor >= 1:
+            return f"{value_j * factor:.3g} {unit}"
+    return f"{value_j:.3g} J"
+
+
+def money(dollars: float | None) -> str:
+    """Dollars with three digits."""
+    if dollars is None:
+        return "no price known"
+    return f"${dollars:,.2f}" if dollars >= 10 else f"${dollars:.3g}"
+
+
+def how_it_ended(result: Result, budget_s: float) -> str:
+    """How a search ended, and whether another machine would answer the same."""
+    if result.stopped == "finished":
+        return f"finished after {result.seconds:.3g} s of its budget of {budget_s:g} s: the same answer on every machine"
+    if result.stopped == "budget":
+        return f"stopped at its budget of {budget_s:g} s: a faster or slower machine may find another answer"
+    return f"interrupted after {result.seconds:.3g} s: this is the best plan until then"
+
+
+# --- A plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan_title(plan: Plan) -> str:
+    """What a plan trains where, and how, on one line."""
+    facts = [
+        f"{plan.transformer.name} on {plan.cluster}",
+        f"{plan.global_batch} x {plan.sequence_length} tokens",
+        plan.precision,
+        plan.schedule,
+        f"ZeRO {plan.zero_stage}",
+    ]
+    if plan.sequence_parallel:
+        facts.append("sequence parallel")
+    for name, degree in (("context", plan.context_parallel), ("expert", plan.expert_parallel)):
+        if degree > 1:
+            facts.append(f"{name} parallel {degree}")
+    if plan.offload_optimizer:
+        facts.append("optimizer offloaded")
+    return ", ".join(facts)
+
+
+def timeline_title(plan: Plan, report: Report) -> str:
+    """What a picture of the plan's iteration shows, on one line."""
+    return f"{plan_title(plan)}\none simulated iteration of {seconds(report.iteration_s)}, MFU {per_cent(report.mfu, 1)}"
+
+
+def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None) -> Group:
+    """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
+
+    Pipelines of several stages are parted by blank lines; the micro-batches stand in each one's first row. Of a plan with
+    more than MOST_LANES lanes, pipelines that differ only in their devices' names are shown once. Raises InputError for
+    devices the cluster has not.
+    """
+    table = _table()
+    for heading in ("lane", "micro-\nbatches"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("devices", overflow="fold")
+    table.add_column("GPUs", overflow="fold")
+    for heading in ("layers", "recom-\npute"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("peak GiB\nof memory", justify="right", no_wrap=True)
+    lanes = sum(1 for _ in plan.replicas())
+    groups: dict[object, list[int]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        groups.setdefault(_form(pipeline, cluster) if lanes > MOST_LANES else p, []).append(p)
+    for members in groups.values():
+        _add_pipeline(table, plan, cluster, members, peak_bytes)
+    return _titled(plan_title(plan), table)
+
+
+def _form(pipeline: Pipeline, cluster: Cluster) -> object:
+    """What two pipelines that are alike have in common."""
+
+    def replica_form(replica: Replica) -> object:
+        return replica.sequences, tuple(cluster.device(name).gpu.name for name in replica.devices)
+
+    stages = tuple(
+        (stage.layers, stage.recompute, stage.recompute_layers, *map(replica_form, stage.replicas)) for stage in pipeline.stages
+    )
+    return pipeline.micro_batch, pipeline.micro_batches, stages
+
+
+def _add_pipeline(
+    table: Table, plan: Plan, cluster: Cluster, members: Sequence[int], peak_bytes: Mapping[str, int] | None
+) -> None:
+    """Adds the rows of pipelines that are alike, with the devices of the first."""
+    first = members[0]
+    pipeline = plan.pipelines[first]
+    batches = f"{pipeline.micro_batches} x {pipeline.micro_batch}"
+    if len(members) > 1:
+        batches += f"\n{len(members)} alike"
+    for s, stage in enumerate(pipeline.stages):
+        for r, replica in enumerate(stage.replicas):
+            others = [plan.pipelines[p].stages[s].replicas[r].devices for p in members]
+            share = "" if len(stage.replicas) == 1 else f" ({replica.sequences} of {pipeline.micro_batch})"
+            table.add_row(
+                lane_name(first, s, r, len(stage.replicas)),
+                batches,
+                short_devices(replica.devices) + ("" if len(members) == 1 else " ..."),
+                _kinds(replica.devices, cluster) + share,
+                _layers(stage),
+                _recompute(stage),
+                _memory([name for devices in others for name in devices], cluster, peak_bytes),
+            )
+            batches = ""
+    if len(pipeline.stages) > 1:
+        table.add_section()
+
+
+def _kinds(devices: Sequence[str], cluster: Cluster) -> str:
+    """The kinds of the devices and how many there are of each, as in '4 x RTX4090'."""
+    kinds = [cluster.device(name).gpu.name for name in devices]
+    return " + ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _layers(stage: Stage) -> str:
+    """The first and last layer of each of the stage's ranges."""
+    shown = [f"{start}-{stop - 1}" if stop > start + 1 else f"{start}" for start, stop in stage.layers if start < stop]
+    return ", ".join(shown) or "none"
+
+
+def _recompute(stage: Stage) -> str:
+    """The stage's recompute mode, with the number of layers where it is not all of them."""
+    if stage.recompute_layers is None:
+        return stage.recompute
+    return f"{stage.recompute} {stage.recompute_layers}/{stage.layer_count}"
+
+
+def _memory(devices: Sequence[str], cluster: Cluster, peak_bytes: Mapping[str, int] | None) -> Text:
+    """Peak and capacity of the fullest device."""
+    capacities = {name: cluster.device(name).gpu.memory_bytes for name in devices}
+    if peak_bytes is None:
+        return Text(f"{min(capacities.values()) / GIB:.1f}")
+    fullest = max(devices, key=lambda name: peak_bytes[name] / capacities[name])
+    peak, capacity = peak_bytes[fullest], capacities[fullest]
+    style = "red" if peak > capacity else "yellow" if peak > NEARLY_FULL * capacity else ""
+    return Text(f"{peak / GIB:.1f}/{capacity / GIB:.1f}", style=style)
+
+
+# --- Measures --------------------------------------------------------------------------------------------------------
+
+
+def report_table(report: Report, plan: Plan, cluster: Cluster) -> Table:
+    """The measures of one iteration, two a row."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "left", "right"):
+        table.add_column(justify=justify)
+    tokens = "-" if report.tokens_per_s is None else f"{report.tokens_per_s:,.0f}"
+    table.add_row("iteration", seconds(report.iteration_s), "tokens/s", tokens)
+    table.add_row("MFU", per_cent(report.mfu), "HFU (counts recomputation)", per_cent(report.hfu))
+    used = f"MFU of the {len(plan.devices)} GPUs used, of {len(cluster.devices)}"
+    table.add_row("bubble", per_cent(report.bubble), used, per_cent(report.mfu_used))
+    table.add_row("energy", energy(report.energy_j), "cost of an iteration", money(report.dollars))
+    return table
+
+
+# --- Planners side by side -------------------------------------------------------------------------------------------
+
+
+def ranking_table(title: str, standings: Sequence[Standing]) -> Group:
+    """One row per planner, the fastest first. Over several seeds: medians, and the range of the iteration."""
+    table = _table()
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("planner", no_wrap=True)
+    for heading in ("iteration\ns", "tokens/s", "MFU\n%", "memory\nleft %", "plans\njudged", "search\ns"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("stopped", overflow="fold")
+    for rank, standing in enumerate(standings, 1):
+        _add_standing(table, rank, standing)
+    return _titled(title, table)
+
+
+def _add_standing(table: Table, rank: int, standing: Standing) -> None:
+    """Adds the row of one planner."""
+    results = [outcome.result for outcome in standing.outcomes if outcome.result is not None]
+    judged = f"{median(result.judged for result in results):,.0f}" if results else "-"
+    searched = f"{median(result.seconds for result in results):.1f}" if results else "-"
+    stopped = ", ".join(dict.fromkeys(outcome.stopped for outcome in standing.outcomes))
+    if not standing.found:
+        table.add_row("-", standing.planner, "no plan", "-", "-", "-", judged, searched, stopped)
+        return
+    if len(standing.found) < len(standing.outcomes):
+        stopped += f"; no plan for {len(standing.outcomes) - len(standing.found)} of {len(standing.outcomes)} seeds"
+    cluster = standing.outcomes[0].cell.cluster
+    times = sorted(cost.iteration_s for _, cost in standing.found)
+    table.add_row(
+        str(rank),
+        standing.planner,
+        f"{median(times):.4g}" + (f"\n{times[0]:.4g}-{times[-1]:.4g}" if times[0] < times[-1] else ""),
+        f"{standing.median(lambda _, cost: cost.tokens_per_s):,.0f}",
+        f"{standing.median(lambda _, cost: cost.mfu) * 100:.2f}",
+        f"{standing.median(lambda plan, cost: headroom(plan, cost, cluster)) * 100:.0f}",
+        judged,
+        searched,
+        stopped,
+    )
+
+
+# --- Predicted beside reported ---------------------------------------------------------------------------------------
+
+
+def demo_table(predictions: Sequence[MfuCell]) -> Group:
+    """One row per cluster and model: the reported figure, and for each planner its HFU at the publication's peaks and its MFU."""
+    planners = list(dict.fromkeys(prediction.planner for prediction in predictions))
+    table = _table()
+    table.add_column("cluster", no_wrap=True)
+    table.add_column("model", no_wrap=True)
+    table.add_column("reported", justify="right", no_wrap=True)
+    for planner in planners:
+        table.add_column(planner, justify="right", no_wrap=True)
+    for cell in dict.fromkeys((prediction.cluster, prediction.model) for prediction in predictions):
+        own = {prediction.planner: prediction for prediction in predictions if (prediction.cluster, prediction.model) == cell}
+        reported = next(iter(own.values())).reported
+        best = max((p.mfu for p in own.values() if p.mfu is not None), default=None)
+        shown = [_predicted(own.get(planner), best) for planner in planners]
+        table.add_row(*cell, f"{reported * 100:.1f}", *shown)
+    return _titled(
+        "Reported MFU (counts recomputation), and ours: HFU at the publication's peaks / MFU at true peaks, in %", table
+    )
+
+
+def _predicted(prediction: MfuCell | None, best_mfu: float | None) -> Text:
+    """The two figures of one planner; bold where no other has a higher MFU."""
+    if prediction is None or prediction.mfu is None:
+        return Text("no plan")
+    hfu = "-" if prediction.hfu_at_paper_peaks is None else f"{prediction.hfu_at_paper_peaks * 100:.1f}"
+    return Text(f"{hfu} / {prediction.mfu * 100:.1f}", style="bold" if prediction.mfu == best_mfu else "")

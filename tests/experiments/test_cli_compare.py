@@ -1,0 +1,157 @@
+"""`motley compare`, and the comparison behind it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from experiments.comparison import Cell, Outcome, compare, ranking, run_cell, winner
+from partition.search import PLANNERS, Result, Search
+from sim.spec.cluster import read_cluster
+from sim.spec.job import Job
+from sim.spec.judge import Cost, Infeasible
+from sim.spec.plan import read_plan
+from sim.spec.transformer import transformer
+from tests.experiments.conftest import TINY_CLUSTER, Ran, World
+
+Motley = Callable[..., Ran]
+
+
+def arguments(world: World, *more: object) -> list[object]:
+    return ["compare", "--model", world.model, "--global-batch", 4, "--budget", "5s", *more]
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_every_plan_and_row_of_a_comparison_is_written(motley: Motley, world: World) -> None:
+    other = world.write("other.yaml", TINY_CLUSTER.replace("name: tiny", "name: other").replace("RTX4090", "RTX3090"))
+    out, rows = world.folder / "out", world.folder / "rows.json"
+    # As a shell writes it for --clusters *.yaml: the second file follows the flag's own.
+    ran = motley(
+        *arguments(world, "--clusters", other, world.cluster, "--planners", "random,megatron", "--seeds", 2),
+        *("--out", out, "--json", rows),
+    )
+    assert ran.code == 0, ran.err
+    names = {
+        f"{cluster}.{planner}.{seed}.json"
+        for cluster in ("tiny", "other")
+        for planner in ("random", "megatron")
+        for seed in (0, 1)
+    }
+    assert {path.name for path in out.iterdir()} == names | {"results.csv"}
+    with (out / "results.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(json.loads(rows.read_text())) == 8
+    for row in table:
+        plan = read_plan(out / row["plan"])
+        assert plan.cluster == row["cluster"] and float(row["iteration_s"]) > 0
+    for cluster in ("tiny", "other"):
+        assert f"tiny-llama on {cluster}, 4 x 1024 tokens, bf16; medians of 2 seeds" in " ".join(ran.out.split())
+
+
+def test_the_fastest_planner_stands_first_and_one_without_a_plan_last(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def barren(search: Search) -> None:
+        """Finds nothing."""
+
+    monkeypatch.setitem(PLANNERS, "barren", barren)
+    ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "barren,random", "--processes", 1))
+    assert ran.code == 0
+    rows = [line.split() for line in ran.out.splitlines() if "random  " in line or "barren  " in line]
+    assert rows[0][:2] == ["1", "random"]
+    assert rows[1][:4] == ["-", "barren", "no", "plan"]
+    assert "barren found no plan: " in ran.out
+
+
+def test_no_plan_at_all_exits_with_1(motley: Motley, world: World) -> None:
+    values = ["compare", "--cluster", world.cluster, "--model", "llama-2-70b", "--global-batch", 4, "--budget", "5s"]
+    ran = motley(*values, "--planners", "random")
+    assert ran.code == 1
+    assert ran.err == "motley: no feasible plan for tiny\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--planners", "random,magatron"], ["unknown planner 'magatron'", "did you mean megatron?"]),
+        (["--planners", ","], ["--planners"]),
+        (["--planners", "random", "megatron"], ["megatron is a planner", "part planners by commas"]),
+        (["--seed", "1", "--seeds", "3"], ["exclude one another"]),
+        (["--cluster", "{cluster}"], ["the cluster's name 'tiny' is taken"]),
+        (["--out", "{cluster}"], ["--out", "is a file"]),
+    ],
+)
+def test_a_wrong_flag_of_compare_is_told_in_one_line(motley: Motley, world: World, more: list[str], words: list[str]) -> None:
+    filled = [part.format(cluster=world.cluster) for part in more]
+    ran = motley(*arguments(world, "--cluster", world.cluster), *filled)
+    assert ran.code == 2 and ran.out == "" and ran.err.count("\n") == 1
+    for word in words:
+        assert word in ran.err
+
+
+# --- The comparison --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cell(world: World) -> Cell:
+    return Cell(read_cluster(world.cluster), Job(transformer(world.model), 128, 4), "random", budget_s=5.0)
+
+
+def outcome(cell: Cell, planner: str, seed: int, iteration_s: float | None) -> Outcome:
+    """An outcome with this iteration, or without a plan."""
+    this = replace(cell, planner=planner, seed=seed)
+    if iteration_s is None:
+        reason = Infeasible(None, "devices", None, None, "none")
+        return Outcome(this, Result(planner, None, None, reason, 1, 0.1, "finished"))
+    found = run_cell(cell)
+    assert found.result is not None and found.cost is not None
+    cost = Cost(**{**vars(found.cost), "iteration_s": iteration_s})
+    return Outcome(this, replace(found.result, planner=planner, cost=cost))
+
+
+def test_planners_are_ranked_by_the_median_over_their_seeds(cell: Cell) -> None:
+    times: dict[str, list[float | None]] = {
+        "steady": [2.0, 2.0, 2.0],
+        "lucky": [1.0, 9.0, 9.0],
+        "barren": [None, None, 1.0],
+        "good": [1.5, 1.5, None],
+    }
+    outcomes = [outcome(cell, name, seed, time) for name, each in times.items() for seed, time in enumerate(each)]
+    assert [standing.planner for standing in ranking(outcomes)] == ["good", "steady", "lucky", "barren"]
+    best = winner(outcomes)
+    assert best is not None and (best.cell.planner, best.cell.seed) == ("lucky", 0)
+    assert winner([outcome(cell, "barren", 0, None)]) is None
+
+
+def test_a_planner_that_fails_is_an_outcome_beside_the_others(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(search: Search) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setitem(PLANNERS, "broken", broken)
+    outcomes, interrupted = compare([replace(cell, planner="broken"), cell], processes=1)
+    assert not interrupted
+    assert outcomes[0].error == "ZeroDivisionError: a mistake" and outcomes[0].stopped == "error"
+    assert outcomes[1].plan is not None
+
+
+def test_ctrl_c_ends_the_comparison_and_keeps_what_was_found(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted_planner(search: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(PLANNERS, "interrupted", interrupted_planner)
+    outcomes, interrupted = compare([cell, replace(cell, planner="interrupted"), replace(cell, seed=1)], processes=1)
+    assert interrupted
+    assert [found.stopped for found in outcomes] == ["finished", "interrupted"]
+
+
+def test_parallel_processes_find_what_one_finds(cell: Cell) -> None:
+    cells = [cell, replace(cell, seed=1), replace(cell, planner="megatron")]
+    (alone, _), (together, _) = compare(cells, processes=1), compare(cells, processes=2)
+    assert [found.plan for found in alone] == [found.plan for found in together]
+    assert [found.cost for found in alone] == [found.cost for found in together]

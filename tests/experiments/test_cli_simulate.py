@@ -1,0 +1,113 @@
+"""`motley simulate`: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from sim.engine import simulate
+from sim.metrics import report
+from sim.spec.cluster import read_cluster
+from sim.spec.compile import compile_plan
+from sim.spec.plan import read_plan
+from sim.spec.program import parse_program
+from sim.spec.trace import read_trace
+from tests.experiments.conftest import TINY_PLAN, Ran, World
+
+Motley = Callable[..., Ran]
+
+
+def test_the_report_is_that_of_the_functions_it_calls(motley: Motley, world: World) -> None:
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--json", "-")
+    cluster = read_cluster(world.cluster)
+    expected = report(simulate(read_plan(world.plan), cluster), cluster)
+    written = json.loads(ran.out)  # standard output is nothing but JSON
+    assert ran.code == 0
+    assert written["iteration_s"] == expected.iteration_s
+    assert written["peak_bytes"] == expected.peak_bytes
+    assert written["infeasible"] is None
+    assert "toy on tiny" in ran.err  # the table is for people, and goes beside it
+
+
+def test_the_table_has_a_row_for_each_lane(motley: Motley, world: World) -> None:
+    ran = motley("simulate", world.plan, "--cluster", world.cluster)
+    assert ran.code == 0 and ran.err == ""
+    lanes = [line.split() for line in ran.out.splitlines() if line.startswith("p0s")]
+    assert [lane[:1] + lane[-3:-1] for lane in lanes] == [["p0s0", "0-1", "none"], ["p0s1", "2-3", "none"]]
+    assert lanes[0][1:4] == ["4", "x", "1"] and "box/0" in lanes[0] and "RTX4090" in lanes[0]
+    assert "tokens/s" in ran.out and "MFU" in ran.out and "bubble" in ran.out
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_no_line_of_the_table_is_wider_than_the_terminal(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    ran = motley("simulate", world.plan, "--cluster", world.cluster)
+    assert max(len(line) for line in ran.out.splitlines()) <= int(columns)
+
+
+def test_trace_and_timeline_are_written_where_asked_for_and_folders_are_made(motley: Motley, world: World) -> None:
+    trace, timeline = world.folder / "new" / "trace.json", world.folder / "new" / "deeper" / "timeline.svg"
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--trace", trace, "--timeline", timeline)
+    assert ran.code == 0
+    assert read_trace(trace).plan == read_plan(world.plan)
+    assert timeline.read_text().lstrip().startswith("<?xml")
+    assert world.names() == {"tiny.yaml", "plan.json", "new/trace.json", "new/deeper/timeline.svg"}
+
+
+def test_an_earlier_file_is_kept_and_its_place_told(motley: Motley, world: World) -> None:
+    report_file = world.folder / "report.json"
+    report_file.write_text("earlier")
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--json", report_file)
+    assert (world.folder / "report.json.~1~").read_text() == "earlier"
+    assert "report.json.~1~" in ran.out
+
+
+def test_a_plan_for_another_cluster_is_simulated_with_a_warning(motley: Motley, world: World) -> None:
+    plan = world.write("other.json", TINY_PLAN.replace('"cluster": "tiny"', '"cluster": "huge"'))
+    ran = motley("simulate", plan, "--cluster", world.cluster)
+    assert ran.code == 0
+    assert ran.err.startswith("motley: warning: ") and "'huge'" in ran.err and "'tiny'" in ran.err
+
+
+def test_an_infeasible_plan_exits_with_1_and_writes_its_report_alone(motley: Motley, world: World) -> None:
+    plan = world.write("large.json", TINY_PLAN.replace('"hidden": 64', '"hidden": 65536'))
+    files = {flag: world.folder / name for flag, name in (("--json", "r.json"), ("--trace", "t.json"), ("--timeline", "t.png"))}
+    ran = motley("simulate", plan, "--cluster", world.cluster, *(part for pair in files.items() for part in pair))
+    assert ran.code == 1
+    (line,) = ran.err.splitlines()
+    assert "is not feasible" in line and "GiB" in line and "--trace and --timeline" in line
+    assert json.loads(files["--json"].read_text())["infeasible"]["reason"] == "memory"
+    assert not files["--trace"].exists() and not files["--timeline"].exists()
+
+
+def test_a_kind_without_the_precision_makes_the_plan_infeasible(motley: Motley, world: World) -> None:
+    plan = world.write("fp4.json", TINY_PLAN.replace('"precision": "bf16"', '"precision": "nvfp4"'))
+    ran = motley("simulate", plan, "--cluster", world.cluster)
+    assert ran.code == 1
+    assert "RTX4090" in ran.err and "nvfp4" in ran.err
+
+
+def test_the_seed_draws_the_jitter(motley: Motley, world: World) -> None:
+    def iteration_s(*flags: object) -> float:
+        answer = json.loads(motley("simulate", world.plan, "--cluster", world.cluster, "--json", "-", *flags).out)
+        return float(answer["iteration_s"])
+
+    assert iteration_s() == iteration_s("--seed", 1)
+    assert iteration_s("--jitter", 0.2, "--seed", 1) == iteration_s("--jitter", 0.2, "--seed", 1)
+    assert iteration_s("--jitter", 0.2, "--seed", 1) != iteration_s("--jitter", 0.2, "--seed", 2)
+
+
+@pytest.mark.parametrize("jitter", ["-0.1", "2", "nan", "much"])
+def test_a_jitter_is_a_fraction(motley: Motley, world: World, jitter: str) -> None:
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--jitter", jitter)
+    assert ran.code == 2 and f"between 0 and 1, but got '{jitter}'" in ran.err
+
+
+def test_the_program_is_written_as_text_that_reads_back(motley: Motley, world: World) -> None:
+    file = world.folder / "program.txt"
+    assert motley("simulate", world.plan, "--cluster", world.cluster, "--program", file).code == 0
+    assert parse_program(file.read_text()) == compile_plan(read_plan(world.plan))
