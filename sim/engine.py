@@ -98,7 +98,7 @@ Callback: TypeAlias = Callable[[], None]
 
 
 class _Flow:
-    """A transfer under way: bytes left (on its most loaded link), its rate, and whom to tell when the last is sent and there."""
+    """A transfer under way: bytes left (on its slowest link), its rate, and whom to tell when the last is sent and there."""
 
     __slots__ = ("arrived", "left_bytes", "number", "rate", "route", "sent", "updated_s", "version")
 
@@ -229,10 +229,11 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """What a compute instruction takes: seconds, then the transfer of its collectives where that is not folded into them."""
+    """What a compute instruction takes: seconds, and the transfer of its collectives, which follows or is folded into them."""
 
     seconds: float
     shape: _Shape | None
+    folded: bool = False
 
 
 @dataclass
@@ -258,6 +259,7 @@ class _Run:
         self.env = simpy.Environment()
         self.spans: list[Span] = []
         self._shapes: list[_Shape] = []
+        self._folded: list[_Shape] = []
         self._handlers: Mapping[type[Instruction], Callable[[_LaneState, Any], simpy.Event | None]] = {
             Forward: self._compute,
             Backward: self._compute,
@@ -334,8 +336,12 @@ class _Run:
             ring(self.network, collective.kind, lane.devices, collective.num_bytes, collective.count)
             for collective in cost.collectives(lane, instruction)
         )
-        if not transfer or folded:
-            return _Work(seconds + self.network.alone_s(transfer), None)
+        if not transfer:
+            return _Work(seconds, None)
+        if folded:
+            shape = _Shape(transfer)
+            self._folded.append(shape)
+            return _Work(seconds + self.network.alone_s(transfer), shape, folded=True)
         return _Work(seconds, self._shape(transfer))
 
     def _message(self, sender: Lane, receiver: Lane, instruction: Send) -> Transfer:
@@ -384,7 +390,7 @@ class _Run:
             raise RuntimeError(f"{self.program.instruction_count - len(self.spans)} instructions were never executed")
         capacities = self.network.links
         num_bytes: dict[int, float] = {}
-        for shape in self._shapes:
+        for shape in (*self._shapes, *self._folded):
             for link, load in shape.transfer.loads:
                 num_bytes[link] = num_bytes.get(link, 0.0) + load * shape.uses
         links = tuple(
@@ -438,8 +444,12 @@ class _Run:
         work = state.work[type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers]
         start_s = env.now
         computed = env.timeout(work.seconds)
-        if work.shape is None:
-            self.spans.append(Span(name, instruction, start_s, start_s + work.seconds))
+        if work.shape is None or work.folded:
+            num_bytes = 0
+            if work.shape is not None:
+                work.shape.uses += 1
+                num_bytes = round(work.shape.transfer.num_bytes)
+            self.spans.append(Span(name, instruction, start_s, start_s + work.seconds, num_bytes))
             return computed
         shape, finished = work.shape, env.event()
 

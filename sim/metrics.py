@@ -13,8 +13,9 @@ from sim.spec.cluster import Cluster, Device
 from sim.spec.counts import layer_recompute_flop, model_flop
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import RECOMPUTE, Plan
+from sim.spec.program import Instruction, Recv, Send, matching_send
 from sim.spec.reading import InputError
-from sim.spec.trace import ACTIVITIES, BUSY, LinkUse, Span, Trace
+from sim.spec.trace import ACTIVITIES, BUSY, LinkUse, Trace
 
 Interval = tuple[float, float]
 """`(start_s, end_s)`."""
@@ -29,7 +30,7 @@ class DeviceUse:
     busy_s: float
     """Its lane works: it computes, or updates parameters."""
     communication_s: float
-    """Its lane waits for a message, even one that is not sent yet, or a transfer of its own goes on while it does not work."""
+    """Its lane does not work, and a message that it waits for, or a transfer of its own, is under way."""
     idle_s: float
 
 
@@ -178,15 +179,21 @@ def _utilisation(flop: int, iteration_s: float, peak_flop_per_s: float) -> float
 
 
 def lane_use(trace: Trace) -> dict[str, tuple[float, float, float]]:
-    """Each lane's seconds of work, of communication that work does not hide, and of neither; they sum to the iteration."""
-    spans: dict[str, list[Span]] = {lane: [] for lane in trace.lanes}
+    """Each lane's seconds of work, of communication that work does not hide, and of neither; they sum to the iteration.
+
+    Of a wait for a message only the part in which the message is under way is communication; before, the lane is idle.
+    """
+    sent_s: dict[tuple[str, Instruction], float] = {
+        (span.lane, span.instruction): span.start_s for span in trace.spans if isinstance(span.instruction, Send)
+    }
+    spans: dict[str, list[tuple[str, Interval]]] = {lane: [] for lane in trace.lanes}
     for span in trace.spans:
-        spans[span.lane].append(span)
+        start_s, instruction = max(span.start_s, 0.0), span.instruction
+        if isinstance(instruction, Recv):
+            start_s = max(start_s, sent_s.get(matching_send(span.lane, instruction), start_s))
+        spans[span.lane].append((ACTIVITIES[type(instruction)], (start_s, min(span.end_s, trace.iteration_s))))
     found = {}
-    for lane, own in spans.items():
-        inside = [
-            (ACTIVITIES[type(span.instruction)], (max(span.start_s, 0.0), min(span.end_s, trace.iteration_s))) for span in own
-        ]
+    for lane, inside in spans.items():
         busy_s = covered_s(interval for activity, interval in inside if activity in BUSY)
         either_s = covered_s(interval for _, interval in inside)
         found[lane] = (busy_s, max(either_s - busy_s, 0.0), max(trace.iteration_s - either_s, 0.0))

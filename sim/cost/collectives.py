@@ -90,9 +90,10 @@ def between_lanes(
 ) -> Transfer:
     """The transfer of an activation (or its gradient) of `num_bytes` from one tensor-parallel group to another.
 
-    Without sequence parallelism every device of both groups has, or needs, all of it: the senders share the sending, each
-    receiving node gets every byte once, spread over its devices, which then gather it among themselves on the fast links
-    (the scatter-gather of Narayanan et al., 2021, section 4.1, for unequal degrees). With it, device i of n has and needs
+    Without sequence parallelism every device of both groups has, or needs, all of it: the senders share the sending (those
+    on the receiving node alone, if there are any), each receiving node gets every byte once, spread over its devices, which
+    then gather it among themselves on the fast links (the scatter-gather of Narayanan et al., 2021, section 4.1, for unequal
+    degrees). With it, device i of n has and needs
     only the i-th of n equal parts.
     """
     if sequence_parallel:
@@ -104,9 +105,10 @@ def between_lanes(
         by_node.setdefault(network.cluster.device(name).node.name, []).append(name)
     moves: list[tuple[str, str, float]] = []
     gathers = []
-    for group in by_node.values():
-        pieces_here = math.lcm(len(sender), len(group))
-        moves += [(sender[k % len(sender)], group[k % len(group)], num_bytes / pieces_here) for k in range(pieces_here)]
+    for node, group in by_node.items():
+        having = [name for name in sender if network.cluster.device(name).node.name == node] or sender
+        pieces_here = math.lcm(len(having), len(group))
+        moves += [(having[k % len(having)], group[k % len(group)], num_bytes / pieces_here) for k in range(pieces_here)]
         gathers.append(ring(network, "all_gather", group, num_bytes))
     sent = network.transfer(moves)
     # The gather of each piece follows on its arrival, so that the two overlap but for their latencies.

@@ -250,9 +250,10 @@ def lane_parts(plan: Plan) -> Iterator[tuple[int, int, int, MemoryParts]]:
 def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
     """The parts of a lane.
 
-    ZeRO 1 divides the optimizer's states over the lanes that hold a layer, 2 the gradients too, 3 the parameters too. Under
-    ZeRO 3 two of the largest buckets are whole besides, the one at work and the next one; embedding and head, which are used
-    at every micro-batch by one stage alone, stay whole.
+    ZeRO 1 divides the optimizer's states over the lanes that hold a layer, 2 the gradients too, 3 the parameters too. Of what
+    is divided, two of the largest buckets are whole besides: of gradients the one that is made and the one that is scattered,
+    of parameters the one at work and the one that is gathered. Embedding and head, which are used at every micro-batch by one
+    stage alone, stay whole but for their states.
     """
     model, degree = rules.transformer, shape.tensor_parallel
     layers = shape.none + shape.selective + shape.full
@@ -263,10 +264,8 @@ def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
     end_parameters = sum(count for count, _ in (ends, heads, copies))
     whole = layers * per_layer + end_parameters
     sharded = shape.shard * per_layer + sum(count / holders for count, holders in (ends, heads, copies))
-    parameters: float = whole
-    if rules.zero_stage == 3:
-        bucket_layers = -(-BUCKET_PARAMETERS // layer_parameters(model))
-        parameters = min(whole, end_parameters + (shape.shard + 2 * bucket_layers) * per_layer)
+    bucket_layers = -(-BUCKET_PARAMETERS // layer_parameters(model))
+    divided_layers = min(whole, end_parameters + (shape.shard + 2 * bucket_layers) * per_layer)
 
     def kept(mode: str) -> int:
         return layer_activation_bytes(
@@ -293,8 +292,8 @@ def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
         )
     boundary = boundary_bytes(model, shape.sequences, rules.sequence_length, rules.element_bytes) // divided
     allocated = MemoryParts(
-        parameters=round(parameters * rules.element_bytes),
-        gradients=round((sharded if rules.zero_stage >= 2 else whole) * rules.gradient_bytes),
+        parameters=round((divided_layers if rules.zero_stage >= 3 else whole) * rules.element_bytes),
+        gradients=round((divided_layers if rules.zero_stage >= 2 else whole) * rules.gradient_bytes),
         optimizer=round((sharded if rules.zero_stage >= 1 else whole) * rules.state_bytes),
         activations=shape.in_flight * activations,
         working=working,

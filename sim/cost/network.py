@@ -242,7 +242,10 @@ def _protocol(a: Nic, b: Nic) -> str:
 
 
 def _rack(node: Node) -> str:
-    return f"rack:{node.rack}" if node.rack is not None else node.name
+    """The node's rack, which stands at one site; a node without one is a rack of its own."""
+    if node.rack is None:
+        return node.name
+    return f"rack:{node.rack}" + (f"@{node.site}" if node.site else "")
 
 
 def _switch(device: Device) -> int:

@@ -15,9 +15,12 @@ from sim.cost.network import Transfer
 
 @dataclass(frozen=True)
 class Route:
-    """A transfer as the sharing sees it. Its rate is in bytes/s on its most loaded link, where it has `size_bytes` to move.
+    """A transfer as the sharing sees it. Its rate is in bytes/s on its slowest link, where it has `size_bytes` to move.
 
-    `shares` are (link, bytes there per byte on the most loaded link).
+    The slowest link is the one that takes longest to carry the transfer's bytes alone: two transfers that meet on the link
+    that slows them both get half of it each, whatever they carry on faster ones.
+
+    `shares` are (link, bytes there per byte on the slowest link).
     """
 
     shares: tuple[tuple[int, float], ...]
@@ -63,7 +66,7 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[R
     useful = {link for link in kept if len(by_link[link]) > 1} | single_slowest
     result = []
     for t, transfer in enumerate(transfers):
-        size = max((num_bytes for _, num_bytes in transfer.loads), default=0.0)
+        size = max(((by_link[link][t], num_bytes) for link, num_bytes in transfer.loads), default=(0.0, 0.0))[1]
         shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads if link in useful)
         alone = size / heaviest[t] if heaviest[t] else float("inf")
         result.append(Route(shares, size, alone, transfer.latency_s))
@@ -71,7 +74,7 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[R
 
 
 def max_min_rates(flows: Sequence[Route], capacities: Sequence[float]) -> list[float]:
-    """The max-min fair rate of each flow, in bytes/s on its most loaded link."""
+    """The max-min fair rate of each flow, in bytes/s on its slowest link."""
     rates = [route.alone_bytes_per_s for route in flows]
     users: dict[int, list[int]] = {}
     weight: dict[int, float] = {}

@@ -154,8 +154,9 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
     """The lanes with the layer ranges in which their gradients are reduced, and how their backwards are split for it.
 
     The ranges are those of the common refinement of all pipelines' cuts. With overlap they are divided further, so that a
-    reduction can begin while the backward of earlier layers goes on; each bucket has at least BUCKET_PARAMETERS, but for
-    the first layers of a range, which get what is left.
+    reduction can begin while the backward of earlier layers goes on. ZeRO 2 and 3 always divide: they scatter gradients at
+    every micro-batch, so that no more than a bucket or two of them is ever whole. Each bucket has at least
+    BUCKET_PARAMETERS, but for the first layers of a range, which get what is left.
     """
     transformer = plan.transformer
     refined = common_refinement([r for lane in lanes for r in lane.layers])
@@ -164,13 +165,13 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
     for start, stop in refined:
         if len(holders(lanes, (start, stop), transformer)) < 2:
             continue
-        if not plan.overlap_gradients and plan.zero_stage < 3:
+        if not plan.overlap_gradients and plan.zero_stage < 2:
             buckets.append((start, stop))
             continue
         # From the last layer down, as the backward goes: the smallest bucket is the first layers' one.
         bounds = [start, *sorted(range(stop, start, -per_bucket))]
         buckets += [(a, b) for a, b in pairwise(bounds)]
-    split = "all" if plan.zero_stage == 3 else "last" if plan.overlap_gradients else "none"
+    split = {2: "backward", 3: "all"}.get(plan.zero_stage, "last" if plan.overlap_gradients else "none")
     result = []
     for lane in lanes:
         own = tuple(b for b in buckets if any(start <= b[0] and b[1] <= stop for start, stop in lane.layers))
@@ -236,9 +237,10 @@ def _instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[s
             yield from (SendActivation(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
             continue
         yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
-        reduce = each or m == lane.micro_batches - 1
+        last = m == lane.micro_batches - 1
         sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
-        yield from _backward(lane, m, work.layers, sends, ends if reduce else (), reduce, m if each else None)
+        # The ends are whole on their lanes under every ZeRO stage, so that one sum of all micro-batches is enough.
+        yield from _backward(lane, m, work.layers, sends, ends if last else (), each or last, m if each else None)
     yield OptimizerStep()
     if plan.zero_stage >= 1:
         # Under ZeRO 3 the layers are gathered at every micro-batch; the ends stay whole, and only their states are sharded.
@@ -293,8 +295,8 @@ def _backward(
         # The head's gradient is there after the first part of the backward, the embedding's after the last; all lanes
         # reduce in the same order, so that blocking collectives could not cross.
         if i == 0:
-            yield from (ReduceGradients(end, label) for end in ends if end[0] > 0)
+            yield from (ReduceGradients(end) for end in ends if end[0] > 0)
         inside = [b for b in lane.buckets if start <= b[0] and b[1] <= stop]
         yield from (ReduceGradients(bucket, label) for bucket in reversed(inside))
         if i == len(parts) - 1:
-            yield from (ReduceGradients(end, label) for end in ends if end == (0, 0))
+            yield from (ReduceGradients(end) for end in ends if end == (0, 0))

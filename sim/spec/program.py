@@ -8,6 +8,7 @@ begins. The simulator and the torch runtime interpret the same programs.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -164,9 +165,9 @@ class Edge:
 class Lane:
     """One tensor-parallel group with its layers, its share of each micro-batch, its neighbours and its instructions.
 
-    `buckets` are the layer ranges, in layer order, in which gradients are reduced. `split` says which backwards are emitted
-    bucket by bucket: "none", "last" (that of the last micro-batch, so that reductions overlap it) or "all" (ZeRO 3, whose
-    forwards are split too).
+    `buckets` are the layer ranges, in layer order, in which gradients are reduced. `split` says what is emitted bucket by
+    bucket: "none", "last" (the backward of the last micro-batch, so that reductions overlap it), "backward" (every backward,
+    under ZeRO 2) or "all" (every forward, too, under ZeRO 3).
     """
 
     name: str
@@ -197,7 +198,10 @@ class Lane:
 
     def parts(self, layers: LayerRange, micro_batch: int, backward: bool) -> tuple[LayerRange, ...]:
         """The ranges, in layer order, that one chunk's forward or backward of a micro-batch is emitted in."""
-        if self.split == "none" or (self.split == "last" and not (backward and micro_batch == self.micro_batches - 1)):
+        divided = self.split == "all" or (
+            backward and (self.split == "backward" or (self.split == "last" and micro_batch == self.micro_batches - 1))
+        )
+        if not divided:
             return (layers,)
         inside = tuple(b for b in self.buckets if layers[0] <= b[0] and b[1] <= layers[1])
         return inside or (layers,)
@@ -242,6 +246,12 @@ class Program:
 # --- The dependency rule ---------------------------------------------------------------------------------------------
 
 
+def matching_send(receiver: str, instruction: Recv) -> tuple[str, Send]:
+    """The lane and its instruction that send what a lane's instruction receives."""
+    kind = SendActivation if isinstance(instruction, RecvActivation) else SendGradient
+    return instruction.peer, kind(instruction.micro_batch, instruction.layer, receiver, instruction.sequences)
+
+
 def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instruction]]:
     """What must have ended before an instruction of this lane can begin, as (lane name, instruction).
 
@@ -277,10 +287,8 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
             return [(here, Forward(m, lane.parts(chunk, m, backward=False)[-1]))]
         case SendGradient(m, layer):
             return [(here, _input_gradient(lane, m, lane.parts(lane.chunk(layer), m, backward=True)[0]))]
-        case RecvActivation(m, layer, peer, sequences):
-            return [(peer, SendActivation(m, layer, here, sequences))]
-        case RecvGradient(m, layer, peer, sequences):
-            return [(peer, SendGradient(m, layer, here, sequences))]
+        case RecvActivation() | RecvGradient():
+            return [matching_send(here, instruction)]
         case ReduceGradients((start, stop), m):
             last = lane.micro_batches - 1 if m is None else m
             layer = start if start < stop or start == 0 else start - 1
@@ -463,13 +471,26 @@ def dry_run(program: Program) -> None:
     _check_peers(program)
     done: set[tuple[str, Instruction]] = set()
     position = {lane.name: 0 for lane in program.lanes}
-    arrived: dict[Collective, int] = {}
+    streams: dict[str, deque[Collective]] = {lane.name: deque() for lane in program.lanes}
     waiting: dict[tuple[str, Instruction], list[Lane]] = {}
     ready = list(program.lanes)
 
     def finish(key: tuple[str, Instruction]) -> None:
         done.add(key)
         ready.extend(waiting.pop(key, ()))
+
+    def join(lane: Lane, collective: Collective) -> None:
+        """A lane's collectives follow one another; each takes place when it is the next one of all its members."""
+        streams[lane.name].append(collective)
+        following = [collective]
+        while following:
+            collective = following.pop()
+            members = program.members[collective]
+            if all(streams[name] and streams[name][0] == collective for name in members):
+                for name in members:
+                    streams[name].popleft()
+                    finish((name, collective))
+                following.extend(streams[name][0] for name in members if streams[name])
 
     while ready:
         lane = ready.pop()
@@ -481,15 +502,18 @@ def dry_run(program: Program) -> None:
                 break
             position[lane.name] += 1
             if isinstance(instruction, (ReduceGradients, GatherParameters)):
-                arrived[instruction] = arrived.get(instruction, 0) + 1
-                if arrived[instruction] == len(program.members[instruction]):
-                    for member in program.members[instruction]:
-                        finish((member, instruction))
+                join(lane, instruction)
             else:
                 finish((lane.name, instruction))
+    crossed = next(((name, stream[0]) for name, stream in streams.items() if stream), None)
     stuck = [lane for lane in program.lanes if position[lane.name] < len(lane.instructions)]
     if stuck:
         raise InputError(_deadlock_text(program, position, done, stuck))
+    if crossed is not None:
+        name, collective = crossed
+        raise InputError(
+            f"deadlock: the collective {instruction_text(collective)} of lane {name} crosses others and never starts"
+        )
 
 
 def _check_peers(program: Program) -> None:

@@ -56,7 +56,10 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Trace:
-    """One iteration of a plan on a cluster: spans in the order they ended, peak bytes per device, bytes per link."""
+    """One iteration of a plan on a cluster: spans, peak bytes per device, bytes per link.
+
+    The spans stand in the order they were recorded: computation as it begins, the rest as it ends.
+    """
 
     plan: Plan
     cluster: str

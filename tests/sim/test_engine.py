@@ -23,7 +23,7 @@ from sim.metrics import report
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.counts import total_parameters
-from sim.spec.plan import Plan, Stage, read_plan
+from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.program import (
     INSTRUCTIONS,
     Backward,
@@ -41,7 +41,7 @@ from sim.spec.program import (
 from sim.spec.reading import InputError
 from sim.spec.trace import Span, Trace
 from tests.strategies import worlds
-from tests.worlds import GivenCost, ethernet_cluster, plan, stage
+from tests.worlds import GivenCost, ethernet_cluster, model, plan, stage
 
 Given = Callable[[float, float], None]
 
@@ -216,6 +216,29 @@ def test_three_flows_share_two_links_max_min_fairly() -> None:
 
 def test_a_flow_is_not_disturbed_by_one_on_other_links() -> None:
     assert flow_ends([(0.0, {0: 4.0}), (1.0, {1: 9.0})], [1.0, 1.0]) == pytest.approx([4.0, 10.0])
+
+
+# --- Tensor-parallel collectives -------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_collectives_that_are_folded_into_seconds_are_counted_on_their_links() -> None:
+    # Two devices of one NVLink node, one layer: the all-reduces of the forward and the backward cross each port.
+    cluster = ethernet_cluster([2], 1.0, intra_bytes_per_s=1e9)
+    pipelines = (Pipeline(1, 3, (Stage((Replica(("n0/0", "n0/1"), 1),), ((0, 1),)),)),)
+    given_plan = replace(plan([[stage("n0/0", (0, 1))]], 3), pipelines=pipelines)
+    trace = simulate(given_plan, cluster)
+    spans = [s for s in trace.spans if isinstance(s.instruction, (Forward, Backward))]
+    assert len(spans) == 6 and all(s.num_bytes > 0 for s in spans)
+    assert [link.name for link in trace.links] == ["n0/0>nvlink", "nvlink>n0/1", "n0/1>nvlink", "nvlink>n0/0"]
+    assert sum(link.num_bytes for link in trace.links) == pytest.approx(2 * sum(s.num_bytes for s in spans), rel=1e-2)
+
+
+def test_zero_3_with_tied_embeddings_does_not_wait_for_the_other_end_at_every_micro_batch(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 2.0)
+    pipelines = [[stage(f"n{2 * p + s}/0", (s, s + 1)) for s in range(2)] for p in range(2)]
+    cluster = ethernet_cluster([1] * 4, 1e9)
+    times = [simulate(plan(pipelines, 8, zero_stage=3, model=model(2, tied=tied)), cluster).iteration_s for tied in (False, True)]
+    assert times[1] == pytest.approx(times[0], rel=1e-3)
 
 
 # --- Coverage and determinism ----------------------------------------------------------------------------------------

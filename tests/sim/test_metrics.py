@@ -111,9 +111,10 @@ def test_the_whole_report_of_two_lanes_is_as_computed_by_hand() -> None:
     assert found.dollars == pytest.approx(4 * 3.6 * 10 / 3600)
     assert found.wall_s == 0.25
     assert found.devices == (
-        DeviceUse("a/0", "p0s0", 6.0, 4.0, 0.0),
-        DeviceUse("a/1", "p0s1", 4.0, 3.5, 2.5),
-        DeviceUse("a/2", "p0s1", 4.0, 3.5, 2.5),
+        # p0s0 waits for a gradient that is not on its way before it arrives: idle. p0s1 waits a second for one that is.
+        DeviceUse("a/0", "p0s0", 6.0, 1.0, 3.0),
+        DeviceUse("a/1", "p0s1", 4.0, 1.5, 4.5),
+        DeviceUse("a/2", "p0s1", 4.0, 1.5, 4.5),
         DeviceUse("a/3", None, 0.0, 0.0, 10.0),
         DeviceUse("b/0", None, 0.0, 0.0, 10.0),
         DeviceUse("b/1", None, 0.0, 0.0, 10.0),
@@ -153,7 +154,7 @@ def test_a_collective_that_work_hides_is_no_communication() -> None:
     hidden = span("p0s0", ReduceGradients((0, 1)), 6.0, 9.5)
     assert lane_use(replace(TRACE, spans=(*TRACE.spans, hidden))) == lane_use(TRACE)
     exposed = span("p0s1", ReduceGradients((0, 1)), 7.0, 9.5)
-    assert lane_use(replace(TRACE, spans=(*TRACE.spans, exposed)))["p0s1"] == (4.0, 5.5, 0.5)
+    assert lane_use(replace(TRACE, spans=(*TRACE.spans, exposed)))["p0s1"] == (4.0, 3.5, 2.5)
 
 
 def test_what_lies_outside_the_iteration_does_not_count() -> None:
@@ -250,7 +251,7 @@ def test_the_report_is_written_with_its_keys_in_one_order() -> None:
     found = json.loads(text)
     assert list(found) == KEYS
     assert found["infeasible"] is None
-    assert found["devices"][1] == {"device": "a/1", "lane": "p0s1", "busy_s": 4.0, "communication_s": 3.5, "idle_s": 2.5}
+    assert found["devices"][1] == {"device": "a/1", "lane": "p0s1", "busy_s": 4.0, "communication_s": 1.5, "idle_s": 4.5}
     assert found["links"][0] == {"name": "a>", "utilisation": 0.2, "num_bytes": 100.0}
 
 

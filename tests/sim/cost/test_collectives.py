@@ -231,3 +231,10 @@ def test_all_bytes_arrive_and_no_byte_crosses_the_slow_link_twice(
         assert found[f"{device}>pcie"] == pytest.approx(num_bytes / senders)
     crossing = {} if same_node else {"a/nic0>fabric": num_bytes, "fabric>b/nic0": num_bytes}
     assert loads(two, transfer, "fabric") == pytest.approx(crossing)
+
+
+def test_a_node_that_has_the_activation_already_gets_it_from_itself() -> None:
+    # A group that spans nodes a and b sends to one on a: the copy at a/0 goes there, and no byte crosses a card.
+    found = network(gpus=2)
+    transfer = between_lanes(found, ["a/0", "b/0"], ["a/1"], 600.0, sequence_parallel=False)
+    assert loads(found, transfer) == {"a/0>nvlink": 600, "nvlink>a/1": 600}

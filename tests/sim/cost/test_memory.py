@@ -171,10 +171,18 @@ def test_parameters_gradients_and_states_have_the_bytes_of_their_precision() -> 
 
 def test_zero_divides_what_its_stage_says_over_the_lanes() -> None:
     count, lanes = total_parameters(TINY), 4
-    for zero_stage, (gradients, states) in enumerate([(1, 1), (1, lanes), (lanes, lanes)]):
+    for zero_stage, states in enumerate((1, lanes, lanes)):
         parts = memory_parts(uniform(TINY, copies=lanes, zero_stage=zero_stage), 2, 0)
-        assert (parts.gradients, parts.optimizer) == (4 * count // gradients, 12 * count // states)
+        assert parts.optimizer == 12 * count // states
         assert parts.parameters == 2 * count
+        assert parts.gradients == 4 * count  # under ZeRO 2, too: all layers of so small a model are one bucket
+
+
+def test_zero_2_keeps_a_shard_of_the_gradients_two_buckets_and_the_ends() -> None:
+    # Llama 2 7B: 202,383,360 parameters a layer, so that each is a bucket; embedding and head 131,072,000 and a norm of 4096.
+    parts = memory_parts(uniform("llama-2-7b", copies=8, zero_stage=2), 0, 0)
+    assert parts.gradients == 4 * ((32 // 8 + 2) * 202_383_360 + 2 * 131_072_000 + 4096)
+    assert parts.parameters == 2 * 6_738_415_616
 
 
 def test_zero_3_keeps_a_shard_two_buckets_and_the_ends() -> None:

@@ -315,3 +315,10 @@ def test_links_are_numbered_as_they_are_first_used() -> None:
     assert [link.name for link in inside.links] == ["a/2>nvlink", "nvlink>a/1", "a/0>nvlink"]
     assert inside.capacities() == [300e9] * 3
     assert inside.path("a/2", "a/1") is inside.path("a/2", "a/1")
+
+
+def test_racks_of_one_name_at_two_sites_are_two_racks() -> None:
+    nodes = [node("a", rack="r", site="x"), node("b", rack="r", site="y")]
+    wan = (WideAreaLink(("x", "y"), 1e9, 10e-3),)
+    sites = network(*nodes, wan=wan, fabric=replace(FABRIC, oversubscription=4.0))
+    assert list(path(sites, "a/0", "b/0"))[1:3] == ["rack:r@x>core", "core>rack:r@y"]

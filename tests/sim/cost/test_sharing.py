@@ -23,7 +23,7 @@ def whole(transfers: list[Transfer], capacities: list[float]) -> list[Route]:
     """The routes with all their links, none left out."""
     made = []
     for transfer in transfers:
-        size = max(num_bytes for _, num_bytes in transfer.loads)
+        _, size = max((num_bytes / capacities[link], num_bytes) for link, num_bytes in transfer.loads)
         alone = min(capacities[link] / (num_bytes / size) for link, num_bytes in transfer.loads)
         shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads)
         made.append(Route(shares, size, alone, transfer.latency_s))
@@ -75,15 +75,20 @@ def test_the_long_flow_of_a_line_of_three_links_meets_a_short_one_on_each() -> N
 def test_a_coupled_flow_goes_at_the_pace_of_its_fullest_link() -> None:
     # Twice as many bytes on a as on b: with both links of 10, a is full at 10 and b half full.
     assert rates([flow(a=2, b=1)], [10.0, 10.0]) == [10]
-    # On b of 2, a can only go at 4.
-    assert rates([flow(a=2, b=1)], [10.0, 2.0]) == [4]
+    # With b of 2, that is the slowest link, full at 2.
+    assert rates([flow(a=2, b=1)], [10.0, 2.0]) == [2]
 
 
-def test_coupled_flows_have_equal_rates_on_their_most_loaded_links() -> None:
+def test_coupled_flows_have_equal_rates_on_their_slowest_links() -> None:
     # On b the first has half a byte for each on a: x/2 + x = 9 at the level of x = 6; a, of 10, is not full.
     assert rates([flow(a=2, b=1), flow(b=1)], [10.0, 9.0]) == pytest.approx([6, 6])
     # With 4 on a, the first is held to 4 there, and the second has the other 7 of b.
     assert rates([flow(a=2, b=1), flow(b=1)], [4.0, 9.0]) == pytest.approx([4, 7])
+
+
+def test_two_flows_that_meet_on_a_card_have_half_of_it_each_whatever_they_move_on_faster_links() -> None:
+    # A message over one of eight cards (a), gathered over NVLink (b), where it moves seven times the bytes; and a reduction.
+    assert rates([flow(a=1, b=7), flow(a=1)], [12.0, 234.0]) == [6, 6]
 
 
 def test_flows_that_do_not_meet_do_not_matter_to_one_another() -> None:
@@ -120,7 +125,7 @@ def test_a_link_that_is_never_the_fullest_is_left_out() -> None:
 
 def test_a_route_keeps_size_latency_and_the_rate_it_has_alone() -> None:
     transfer = Transfer(((0, 8.0), (1, 2.0)), 0.25, 10)
-    assert routes([transfer], [10.0, 1.0]) == [Route(((1, 0.25),), 8.0, 4.0, 0.25)]
+    assert routes([transfer], [10.0, 1.0]) == [Route(((1, 1.0),), 2.0, 1.0, 0.25)]
     assert routes([NOTHING], []) == [Route((), 0.0, math.inf, 0.0)]
 
 

@@ -377,3 +377,14 @@ def test_an_optimizer_step_waits_for_its_reductions() -> None:
     early = (Forward(0, (0, 4)), Backward(0, (0, 4)), OptimizerStep(), ReduceGradients((0, 4)))
     lanes = (replace(alone, instructions=early), replace(alone, name="p1s0", instructions=early))
     assert "  p1s0  F0[0:4] B0[0:4]  STEP <-- here, waits for p1s0 R[0:4]" in refused(Program(lanes)).splitlines()
+
+
+def test_collectives_that_two_lanes_come_to_in_opposite_orders_never_start() -> None:
+    # Each lane's collectives follow one another: the one waits with its first for the other's second, and the reverse.
+    lane = replace(FRONT, next=(), buckets=((0, 2), (2, 4)), split="none", micro_batches=1)
+    reductions = (ReduceGradients((2, 4)), ReduceGradients((0, 2)))
+    one = replace(lane, instructions=(Forward(0, (0, 4)), Backward(0, (0, 4)), *reductions))
+    other = replace(one, name="p1s0", pipeline=1)
+    dry_run(Program((one, other)))
+    crossed = replace(other, instructions=(*other.instructions[:2], *reversed(reductions)))
+    assert refused(Program((one, crossed))) == "deadlock: the collective R[2:4] of lane p0s0 crosses others and never starts"
