@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import simpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim.engine
@@ -461,3 +461,17 @@ def test_a_program_that_deadlocks_ends_with_the_grid_of_where_its_lanes_stand(ev
     stuck = replace(program, lanes=(replace(first, instructions=tuple(receives_first)), *program.lanes[1:]))
     with pytest.raises(InputError, match=r"deadlock: 2 of 2 lanes cannot go on(.|\n)*<-- here, waits for p0s1 SG0@1>p0s0"):
         _Run(given_plan, stuck, cluster, Network(cluster), {}).trace()
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(world=worlds(), k=st.floats(0.1, 10))
+def test_the_laws_hold_for_a_thousand_worlds(world: tuple[Cluster, Plan], k: float) -> None:
+    cluster, given_plan = world
+    trace = simulate(given_plan, cluster)
+    assert len(trace.spans) == compile_plan(given_plan).instruction_count
+    assert all(0 <= s.start_s <= s.end_s <= trace.iteration_s for s in trace.spans)
+    assert all(link.num_bytes <= link.capacity_bytes_per_s * trace.iteration_s * (1 + 1e-9) for link in trace.links)
+    once, again = simulate(given_plan, scaled(cluster, 1.0)), simulate(given_plan, scaled(cluster, k))
+    assert again.iteration_s == pytest.approx(once.iteration_s / k, rel=1e-9)
+    assert simulate(given_plan, cluster).spans == trace.spans
