@@ -78,10 +78,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get(TRACEBACK):
             raise
         if isinstance(error, OSError):
-            tell_error(f"error: {error}")
+            tell_error(f"error: {_os_error_text(error)}")
+        elif isinstance(error, MemoryError):
+            tell_error("error: the memory of this machine ran out")
         else:
             tell_error(f"error: unexpected {type(error).__name__}: {error} (with {TRACEBACK}=1 it shows where)")
         return FAILED
+
+
+def _os_error_text(error: OSError) -> str:
+    """What the operating system did not do, with the file's name first, as in all other errors."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror.lower()}"
 
 
 def main() -> None:

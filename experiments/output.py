@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from sim.spec.reading import InputError, write_file
+from sim.spec.reading import DISK_FAILURES, InputError, write_file
 
 STANDARD_OUTPUT = "-"
 
@@ -34,10 +36,17 @@ class Outputs:
         """Nothing; writes the text to the flag's file, or to standard output, if the flag was given. Raises InputError."""
         path = self.paths.get(flag)
         if path == STANDARD_OUTPUT:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, "standard output") from None
         elif path is not None:
             self.tell(path, write_file(path, text))
+
+    def spare(self, inputs: Iterable[Path]) -> None:
+        """Nothing. Raises InputError where one of these files, which the command reads too, would be overwritten."""
+        _spare(self.paths, inputs)
 
     def tell(self, path: str | Path, kept: Path | None) -> None:
         """Nothing; `finish` will say that the file was written, and where its earlier content is kept."""
@@ -63,18 +72,24 @@ def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path]
     """
     paths = {flag: str(path) for flag, path in flags.items() if path is not None}
     seen: dict[str, str] = {}
-    read = {os.path.realpath(path): str(path) for path in inputs}
+    for flag, path in paths.items():
+        if path != STANDARD_OUTPUT:
+            check_file(flag, path)
+    _spare(paths, inputs)
     for flag, path in paths.items():
         place = path if path == STANDARD_OUTPUT else os.path.realpath(path)
         if place in seen:
             shown = "standard output" if path == STANDARD_OUTPUT else path
             raise InputError(f"{flag} and {seen[place]} both go to {shown}, which takes one of them")
-        if place in read:
-            raise InputError(f"{flag}: {path} is read by this command, and would be overwritten")
         seen[place] = flag
-        if path != STANDARD_OUTPUT:
-            check_file(flag, path)
     return Outputs(paths, console(error=STANDARD_OUTPUT in seen))
+
+
+def _spare(paths: Mapping[str, str], inputs: Iterable[str | Path]) -> None:
+    read = {os.path.realpath(path) for path in inputs}
+    for flag, path in paths.items():
+        if path != STANDARD_OUTPUT and os.path.realpath(path) in read:
+            raise InputError(f"{flag}: {path} is read by this command, and would be overwritten")
 
 
 def console(error: bool = False) -> Console:
@@ -85,29 +100,62 @@ def console(error: bool = False) -> Console:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Nothing. Raises InputError where no file could be written at the path."""
+    """Nothing. Raises InputError where no file could be written at the path, which is tried beside it."""
     if not str(path):
         raise InputError(f"{flag}: expected the name of a file, but got ''")
-    if Path(path).is_dir():
-        raise InputError(f"{flag}: {path} is a folder, but a file is to be written there")
-    if Path(path).exists():
-        if not os.access(path, os.W_OK):
-            raise InputError(f"{flag}: {path} is write-protected")
-        if not Path(path).is_file():  # a device or a pipe
-            return
-    _check_folder(flag, Path(path).parent)
+    path = Path(path)
+    with _telling(flag, path):
+        _check_names(path.parent, (path.name,))
+        if path.is_dir():
+            raise InputError(f"{flag}: {path} is a folder, but a file is to be written there")
+        if path.exists():
+            if not os.access(path, os.W_OK):
+                raise InputError(f"{flag}: {path} is write-protected")
+            if not path.is_file():  # a device or a pipe
+                return
+            _check_names(path.parent, (f"{path.name}.~1~",))  # the earlier one will be kept under such a name
+        _check_folder(flag, path.parent, path.name)
 
 
 def check_folder(flag: str, path: str | Path) -> None:
-    """Nothing. Raises InputError where the path is no folder and cannot become one."""
+    """Nothing. Raises InputError where the path is no folder and cannot become one, or no file could be written into it."""
     if not str(path):
         raise InputError(f"{flag}: expected the name of a folder, but got ''")
-    _check_folder(flag, Path(path))
+    with _telling(flag, Path(path)):
+        _check_folder(flag, Path(path))
 
 
-def _check_folder(flag: str, folder: Path) -> None:
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+def _check_folder(flag: str, folder: Path, *names: str) -> None:
+    """Nothing. Raises InputError or OSError where folders and files of these names could not be made there."""
+    folder = folder.absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not existing.is_dir():
         raise InputError(f"{flag}: {existing} is a file, but a folder is needed there")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise InputError(f"{flag}: nothing can be written into the folder {existing}")
+    _check_names(existing, (*folder.relative_to(existing).parts, *names))
+    # Rights do not tell everything: of a disk that is full or read-only, or /proc, only trying does.
+    handle, temporary = tempfile.mkstemp(dir=existing, prefix=".motley.")
+    os.close(handle)
+    os.unlink(temporary)
+
+
+def _check_names(folder: Path, names: Iterable[str]) -> None:
+    """Nothing. Raises OSError where the file system of the folder takes no such name, as one that is too long."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(folder / name)
+
+
+@contextlib.contextmanager
+def _telling(flag: str, path: Path) -> Iterator[None]:
+    """Makes of an error of the file system the one line that tells of it; a full disk stays an OSError, which names the path."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # a zero character in the name is a ValueError
+        if isinstance(error, OSError) and error.errno in DISK_FAILURES:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError(f"{flag}: {path} cannot be written ({why.lower()})") from None

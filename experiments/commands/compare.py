@@ -16,6 +16,7 @@ from experiments.commands.options import (
     Precision,
     SequenceLength,
     budget_s,
+    files_behind,
     read_clusters,
     read_job,
     whole_number,
@@ -115,7 +116,12 @@ def compare(
     places = read_clusters(paths)
     job = read_job(model, global_batch, sequence_length, precision)
     chosen = range(seeds) if seeds is not None else [seed or 0]
+    behind = [file for place in places for file in files_behind(place, model)]
+    files.spare(behind)
     cells = [Cell(place, job, name, judge, limit_s, number) for place in places for name in names for number in chosen]
+    if out is not None:
+        written = dict.fromkeys(["results.csv", *map(plan_file_name, cells)])
+        outputs({f"--out ({name})": out / name for name in written}, inputs=[*paths, *behind])
     with count_progress(f"{len(cells)} searches of {limit_s:g} s at most", len(cells)) as progress:
         outcomes, interrupted = run_comparison(cells, processes, progress)
     write_results(outcomes, out, files)
@@ -155,11 +161,16 @@ def _checked(more_clusters: Sequence[Path]) -> Sequence[Path]:
     return more_clusters
 
 
+def plan_file_name(cell: Cell) -> str:
+    """The name of the file of a cell's plan."""
+    return f"{cell.cluster.name}.{cell.planner}.{cell.seed}.json"
+
+
 def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outputs) -> None:
     """Nothing; writes every plan and results.csv into the folder, if one is given, and the rows to --json."""
     rows = []
     for outcome in outcomes:
-        name = f"{outcome.cell.cluster.name}.{outcome.cell.planner}.{outcome.cell.seed}.json"
+        name = plan_file_name(outcome.cell)
         written = folder is not None and outcome.plan is not None
         if folder is not None and outcome.plan is not None:
             kept = write_file(folder / name, outcome.plan.to_json())

@@ -13,7 +13,7 @@ from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
 from sim.spec.job import Job
 from sim.spec.reading import InputError, quantity
-from sim.spec.transformer import Transformer, transformer
+from sim.spec.transformer import Transformer, model_file, transformer
 
 MOST_DEFAULT_TOKENS = 4096
 
@@ -92,6 +92,13 @@ def read_job(model: str, global_batch: int, sequence_length: int | None, precisi
     shape = transformer(model)
     tokens = default_sequence_length(shape) if sequence_length is None else sequence_length
     return Job(shape, tokens, global_batch, precision)
+
+
+def files_behind(cluster: Cluster, model: str | Transformer) -> list[Path]:
+    """The files that were read because others name them: the cluster's matrix, the model's configuration."""
+    matrix = cluster.bandwidth_matrix
+    files = [matrix.file if matrix is not None else None, model_file(model) if isinstance(model, str) else None]
+    return [file for file in files if file is not None]
 
 
 def read_clusters(paths: list[Path]) -> list[Cluster]:

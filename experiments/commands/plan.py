@@ -20,6 +20,7 @@ from experiments.commands.options import (
     Seed,
     SequenceLength,
     budget_s,
+    files_behind,
     read_job,
 )
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
@@ -74,6 +75,7 @@ def plan(
     make_judge = judge_named(judge)
     files = outputs({"--out": out, "--json": json_file}, inputs=[cluster])
     where = read_cluster(cluster)
+    files.spare(files_behind(where, model))
     job = read_job(model, global_batch, sequence_length, precision)
     with search_progress(limit_s) as progress:
         result = search_plan(where, job, planner, make_judge(where, job, seed), limit_s, seed, progress)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from experiments.commands.options import ClusterFile, ReportFile, Seed
+from experiments.commands.options import ClusterFile, ReportFile, Seed, files_behind
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.output import outputs
 from experiments.tables import plan_table, report_table, timeline_title
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate as simulate_plan
 from sim.metrics import infeasible_report, report, report_json
-from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
-from sim.spec.plan import Plan, read_plan
+from sim.spec.plan import read_plan
 from sim.spec.program import dry_run, program_text
 from sim.spec.reading import InputError
 from sim.spec.trace import trace_json
@@ -99,22 +101,31 @@ def simulate(
         check_picture("--timeline", timeline)
     where = read_cluster(cluster)
     what = read_plan(plan)
-    _check_devices(what, where, plan)
+    files.spare(files_behind(where, what.model))
+    with _errors_about(plan):
+        for name in what.devices:
+            where.device(name)
+        instructions = None
+        if program is not None:
+            compiled = compile_plan(what)
+            dry_run(compiled)
+            instructions = program_text(compiled)
+        reason = infeasible(what, where)
     if what.cluster != where.name:
         tell_error(f"warning: {plan} was made for the cluster {what.cluster!r}, and is simulated on {where.name!r}")
-    if program is not None:
-        compiled = compile_plan(what)
-        dry_run(compiled)
-        files.write("--program", program_text(compiled))
-    reason = infeasible(what, where)
     if reason is not None:
+        if instructions is not None:
+            files.write("--program", instructions)
         files.write("--json", report_json(infeasible_report(reason, time.perf_counter() - began)))
         left_out = " and ".join(flag for flag in ("--trace", "--timeline") if flag in files)
         tell_error(f"{plan} is not feasible: {reason.message}" + (f"; {left_out}: nothing was written" if left_out else ""))
         files.finish()
         raise typer.Exit(NO_ANSWER)
-    done = simulate_plan(what, where, seed=seed, jitter=jitter)
-    measures = report(done, where, time.perf_counter() - began)
+    with _errors_about(plan):
+        done = simulate_plan(what, where, seed=seed, jitter=jitter)
+        measures = report(done, where, time.perf_counter() - began)
+    if instructions is not None:
+        files.write("--program", instructions)
     files.write("--trace", trace_json(done))
     if timeline is not None:
         files.tell(timeline, draw_timeline(done, where, timeline, timeline_title(what, measures)))
@@ -126,10 +137,10 @@ def simulate(
     files.finish()
 
 
-def _check_devices(plan: Plan, cluster: Cluster, path: Path) -> None:
-    """Nothing. Raises InputError for a device of the plan that the cluster has not."""
-    for name in plan.devices:
-        try:
-            cluster.device(name)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+@contextmanager
+def _errors_about(path: Path) -> Iterator[None]:
+    """Puts the file's name before the errors that know the plan, but not where it was read from."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

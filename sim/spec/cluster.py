@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
-from sim.spec.reading import InputError, Table, nearest, quantity, read_text, read_yaml
+from sim.spec.reading import InputError, Table, in_range, nearest, quantity, range_text, read_text, read_yaml
 
 INTRA_KINDS = ("nvlink", "nvswitch", "pcie3", "pcie4", "pcie5")
 NIC_KINDS = ("ethernet", "roce", "infiniband")
 RDMA_KINDS = ("roce", "infiniband")
+
+MOST_GPUS, MOST_NODE_GPUS, MOST_OVERSUBSCRIPTION = 100_000, 1024, 1e6
+"""What a cluster file may have at most: GPUs, GPUs of one node, oversubscription of the racks' uplinks."""
 
 PCIE_BYTES_PER_S = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 50e9}
 """What a PCIe x16 link of generation 3, 4, 5 moves in one direction, as measured by host-device copies (nominal 16, 32, 64)."""
@@ -116,6 +120,8 @@ class BandwidthMatrix:
     names: tuple[str, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
     """[sender][receiver]; the diagonal is infinite."""
+    file: Path | None = field(default=None, compare=False, repr=False)
+    """The file that it was read from."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +151,21 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise InputError(f"cluster {self.name!r}: a cluster has at least one node, but got none")
-        names = [node.name for node in self.nodes]
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(f"cluster {self.name!r}: node names are unique, but {name!r} stands {names.count(name)} times")
+        for name, times in Counter(node.name for node in self.nodes).items():
+            if times > 1:
+                raise InputError(f"cluster {self.name!r}: node names are unique, but {name!r} stands {times} times")
         sites = {node.site for node in self.nodes}
         for link in self.wan:
             for site in link.between:
                 if site not in sites:
-                    known = ", ".join(sorted(str(known) for known in sites))
-                    raise InputError(f"cluster {self.name!r}: wan joins the site {site!r}, but the nodes' sites are {known}")
+                    known = ", ".join(sorted(known for known in sites if known))
+                    but = f"the nodes' sites are {known}" if known else "no node has a site"
+                    raise InputError(f"cluster {self.name!r}: wan joins the site {site!r}, but {but}")
             if link.between[0] == link.between[1]:
                 raise InputError(f"cluster {self.name!r}: wan joins two sites, but got {link.between[0]!r} twice")
-        pairs = [frozenset(link.between) for link in self.wan]
+        pairs = Counter(frozenset(link.between) for link in self.wan)
         for link in self.wan:
-            if pairs.count(frozenset(link.between)) > 1:
+            if pairs[frozenset(link.between)] > 1:
                 raise InputError(f"cluster {self.name!r}: wan joins {link.between[0]!r} and {link.between[1]!r} more than once")
         reached = {self.nodes[0].site}
         while grown := {s for link in self.wan for s in link.between if reached & set(link.between)} - reached:
@@ -213,7 +219,7 @@ class Cluster:
         if matrix is not None:
             kept = [i for i, name in enumerate(matrix.names) if name.split("/")[0] not in names]
             rows = tuple(tuple(matrix.bytes_per_s[i][j] for j in kept) for i in kept)
-            matrix = BandwidthMatrix(tuple(matrix.names[i] for i in kept), rows)
+            matrix = BandwidthMatrix(tuple(matrix.names[i] for i in kept), rows, matrix.file)
         return replace(self, nodes=nodes, wan=wan, bandwidth_matrix=matrix)
 
 
@@ -224,6 +230,8 @@ def read_cluster(path: str | Path) -> Cluster:
     """The cluster of a YAML file. Raises InputError that names the file, the key, the value and what is accepted."""
     table = Table(read_yaml(path), str(path))
     name = table.text("name")
+    if "/" in name or "\0" in name:
+        raise table.error("name", f"a cluster's name becomes part of file names and has no '/', but got {name!r}")
     kinds: dict[str, GpuKind] = {}
     if "gpu_kinds" in table:
         entries = table.table("gpu_kinds")
@@ -235,7 +243,14 @@ def read_cluster(path: str | Path) -> Cluster:
                 raise entries.error(kind_name, f"{kind.name} is described twice")
             kinds |= dict.fromkeys(spellings, kind)
         entries.close()
-    nodes = [node for entry in table.tables("nodes", minimum=1) for node in _read_nodes(entry, kinds)]
+    nodes: list[Node] = []
+    gpus = 0
+    for entry in table.tables("nodes", minimum=1):
+        made = _read_nodes(entry, kinds)
+        gpus += sum(node.gpus for node in made)
+        if gpus > MOST_GPUS:
+            raise table.error("nodes", f"a cluster has at most {MOST_GPUS:,} GPUs, but with {entry.at} it has {gpus:,}")
+        nodes += made
     fabric = Fabric()
     if "fabric" in table:
         entry = table.table("fabric")
@@ -247,7 +262,7 @@ def read_cluster(path: str | Path) -> Cluster:
             by_protocol.close()
         fabric = Fabric(
             latency_s=entry.quantity("latency", "time", 0.0, zero=True),
-            oversubscription=entry.number("oversubscription", 1.0, minimum=1.0),
+            oversubscription=entry.number("oversubscription", 1.0, 1.0, MOST_OVERSUBSCRIPTION),
             protocol_efficiency=efficiency,
         )
         entry.close()
@@ -269,14 +284,14 @@ def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:
     def kind(value: object) -> GpuKind:
         if not isinstance(value, str):
             raise ValueError
-        return kinds.get(fold(value)) or gpu_kind(value)
+        return kinds.get(fold(value)) or gpu_kind(value, (kind.name for kind in kinds.values()))
 
     name = entry.text("name")
     if any(letter in "/," or letter.isspace() for letter in name):
         raise entry.error("name", f"a node name has no '/', comma or space, which separate device names, but got {name!r}")
-    count = entry.integer("count", 1, minimum=1)
+    count = entry.integer("count", 1, minimum=1, maximum=MOST_GPUS)
     gpu = entry.get("gpu", kind, "the name of a GPU kind")
-    gpus = entry.integer("gpus", minimum=1)
+    gpus = entry.integer("gpus", minimum=1, maximum=MOST_NODE_GPUS)
     node = Node(
         name=name,
         gpu=gpu,
@@ -311,8 +326,8 @@ def _read_intra(entry: Table, gpu: GpuKind) -> Intra:
     intra = Intra(
         kind=kind,
         bandwidth_bytes_per_s=bandwidth,
-        gpus_per_switch=table.integer("gpus_per_switch", 4, minimum=1),
-        sockets=table.integer("sockets", 2, minimum=1),
+        gpus_per_switch=table.integer("gpus_per_switch", 4, minimum=1, maximum=MOST_NODE_GPUS),
+        sockets=table.integer("sockets", 2, minimum=1, maximum=MOST_NODE_GPUS),
         host_bandwidth_bytes_per_s=table.quantity("host_bandwidth", "bandwidth", bandwidth),
         latency_s=table.quantity("latency", "time", INTRA_LATENCY_S[kind], zero=True),
     )
@@ -356,7 +371,10 @@ def read_bandwidth_matrix(path: str | Path, nodes: tuple[Node, ...]) -> Bandwidt
     The corner cell is the unit, such as 'GB/s'; the diagonal is empty. Raises InputError for another size, names that are
     not the cluster's, and rates that are missing, zero, negative or no numbers.
     """
-    rows = [row for row in csv.reader(read_text(path).splitlines()) if any(cell.strip() for cell in row)]
+    try:
+        rows = [row for row in csv.reader(read_text(path).splitlines()) if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise InputError(f"{path}: is not valid CSV: {error}") from None
     if not rows:
         raise InputError(f"{path}: is empty; expected a matrix whose first row and column are all node or all device names")
     unit, columns = rows[0][0].strip(), [cell.strip() for cell in rows[0][1:]]
@@ -371,16 +389,18 @@ def read_bandwidth_matrix(path: str | Path, nodes: tuple[Node, ...]) -> Bandwidt
     of_devices = [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)]
     expected = of_devices if any("/" in name for name in columns) else of_nodes
     what = "device" if expected is of_devices else "node"
+    known = set(expected)
     for found, place in ((columns, "first row"), (names, "first column")):
-        for name in found:
-            if name not in expected:
+        there = Counter(found)
+        for name, times in there.items():
+            if name not in known:
                 raise InputError(
                     f"{path}: the {place} names {name!r}, which is no {what} of the cluster{nearest(name, expected)}"
                 )
-            if found.count(name) > 1:
-                raise InputError(f"{path}: the {place} names {name!r} {found.count(name)} times")
+            if times > 1:
+                raise InputError(f"{path}: the {place} names {name!r} {times} times")
         if len(found) != len(expected):
-            missing = next(name for name in expected if name not in found)
+            missing = next(name for name in expected if name not in there)
             raise InputError(
                 f"{path}: the {place} names all {len(expected)} {what}s of the cluster, but {len(found)} are there; "
                 f"the first missing is {missing!r}"
@@ -405,5 +425,10 @@ def read_bandwidth_matrix(path: str | Path, nodes: tuple[Node, ...]) -> Bandwidt
                     f"{path}: every rate is a number above zero, but the one from {sender!r} to {receiver!r} is "
                     f"{cell if cell else 'missing'}"
                 )
+            if not in_range(rate * factor, "bandwidth"):
+                raise InputError(
+                    f"{path}: every rate is {range_text('bandwidth')}, but the one from {sender!r} to {receiver!r} is "
+                    f"{cell} {unit}"
+                )
             by_pair[sender, receiver] = rate * factor
-    return BandwidthMatrix(tuple(expected), tuple(tuple(by_pair[a, b] for b in expected) for a in expected))
+    return BandwidthMatrix(tuple(expected), tuple(tuple(by_pair[a, b] for b in expected) for a in expected), Path(path))

@@ -35,6 +35,9 @@ from sim.spec.transformer import Transformer
 BUCKET_PARAMETERS = 40_000_000
 """Fewest parameters of a gradient bucket that overlaps the backward (Megatron-LM's distributed data parallel default)."""
 
+MOST_INSTRUCTIONS = 10_000_000
+"""The largest program that is compiled; to simulate it takes about three minutes and 10 GB. 16,384 GPUs need a tenth of it."""
+
 Work: TypeAlias = Forward | Backward
 
 
@@ -70,6 +73,31 @@ def _refuse_unsupported(plan: Plan) -> None:
                 f"zero_stage {plan.zero_stage} shares parameters or gradients at every micro-batch, so that all pipelines need "
                 "equal cuts and micro_batches, but they differ; accepted: zero_stage 0 or 1"
             )
+    count = instruction_estimate(plan)
+    if count > MOST_INSTRUCTIONS:
+        raise InputError(
+            f"the plan has about {count:,} instructions in its program, but at most {MOST_INSTRUCTIONS:,} are compiled; "
+            "larger micro-batches make fewer of them"
+        )
+
+
+def instruction_estimate(plan: Plan) -> int:
+    """How many instructions the program of a plan has, without compiling it; those that come once per iteration left out.
+
+    Never too few of the others. Uneven replicas may have fewer messages than is assumed here.
+    """
+    per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(plan.transformer)))
+    total = 0
+    for pipeline in plan.pipelines:
+        lanes = [len(stage.replicas) for stage in pipeline.stages]
+        messages = sum(a + b - 1 for a, b in pairwise(lanes))  # of neighbours whose shares are cut at different places
+        work = 0
+        for stage, count in zip(pipeline.stages, lanes, strict=True):
+            parts = max(1, -(-stage.layer_count // per_bucket))
+            # A forward and a backward; from ZeRO 2 on backwards and reductions by parts, under ZeRO 3 forwards and gathers too.
+            work += count * {2: 1 + 2 * parts, 3: 5 * parts}.get(plan.zero_stage, 2)
+        total += pipeline.micro_batches * (work + 4 * messages)  # sent and received, activations and gradients
+    return total
 
 
 # --- Lanes -----------------------------------------------------------------------------------------------------------

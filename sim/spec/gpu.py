@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,6 +67,10 @@ NOMINAL_EFFICIENCY = Efficiency(
 
 NOMINAL_BUSY_WATTS, NOMINAL_IDLE_SHARE = 300.0, 0.1
 """The power of a new kind whose file says nothing of it: busy, and idle as a share of busy."""
+
+
+LEAST_FRACTION = 1e-6
+"""The smallest fraction of a peak that a file may give, so that times stay finite."""
 
 
 class _PeakRates(Mapping[str, float]):
@@ -176,13 +180,17 @@ def fold(name: str) -> str:
     return "".join(words)
 
 
-def gpu_kind(name: str) -> GpuKind:
-    """The catalogue's kind of a name or alias, compared as `fold` says. Raises InputError with the nearest known name."""
+def gpu_kind(name: str, further: Iterable[str] = ()) -> GpuKind:
+    """The catalogue's kind of a name or alias, compared as `fold` says. Raises InputError with the nearest known name.
+
+    `further` are the names of kinds that are known beside the catalogue's; they are told with the others.
+    """
     kinds = catalogue()
     found = _names().get(fold(name))
     if found is None:
-        hint = nearest(name, kinds) or nearest(name, [alias for kind in kinds.values() for alias in kind.aliases])
-        raise InputError(f"unknown GPU kind {name!r}{hint or ';'} known: {', '.join(kinds)}")
+        known = list(dict.fromkeys([*further, *kinds]))
+        hint = nearest(name, known) or nearest(name, [alias for kind in kinds.values() for alias in kind.aliases])
+        raise InputError(f"unknown GPU kind {name!r}{hint or ';'} known: {', '.join(known)}")
     return kinds[found]
 
 
@@ -313,10 +321,10 @@ def _read_efficiency(table: Table, base: Efficiency | None) -> Efficiency:
         return REQUIRED if base is None else getattr(base, field)
 
     values: dict[str, float] = {
-        "matmul_fraction": table.number("matmul_fraction", default("matmul_fraction"), maximum=1.0),
+        "matmul_fraction": table.number("matmul_fraction", default("matmul_fraction"), LEAST_FRACTION, 1.0),
         "matmul_half_s": table.quantity("matmul_half", "time", default("matmul_half_s"), zero=True),
-        "attention_fraction": table.number("attention_fraction", default("attention_fraction"), maximum=1.0),
-        "memory_fraction": table.number("memory_fraction", default("memory_fraction"), maximum=1.0),
+        "attention_fraction": table.number("attention_fraction", default("attention_fraction"), LEAST_FRACTION, 1.0),
+        "memory_fraction": table.number("memory_fraction", default("memory_fraction"), LEAST_FRACTION, 1.0),
         "launch_s": table.quantity("launch", "time", default("launch_s"), zero=True),
     }
     changed = [] if base is None else [field for field in values if values[field] != getattr(base, field)]

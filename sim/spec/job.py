@@ -10,6 +10,9 @@ from sim.spec.transformer import Transformer
 
 OPTIMIZERS = ("adamw", "sgd")
 
+MOST_TOKENS, MOST_SEQUENCES = 2**26, 1_000_000
+"""The longest sequence, and the largest global batch."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -22,9 +25,10 @@ class Job:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        for name, value in (("sequence length", self.sequence_length), ("global batch", self.global_batch)):
-            if value < 1:
-                raise InputError(f"the {name} is at least 1, but got {value}")
+        sizes = (("sequence length", self.sequence_length, MOST_TOKENS), ("global batch", self.global_batch, MOST_SEQUENCES))
+        for name, value, most in sizes:
+            if not 1 <= value <= most:
+                raise InputError(f"the {name} is at least 1 and at most {most:,}, but got {value}")
         if self.precision not in PRECISIONS:
             raise InputError(f"unknown precision {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:

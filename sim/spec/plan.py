@@ -59,7 +59,7 @@ class Stage:
     def recomputed(self) -> dict[str, int]:
         """How many of the stage's layers are kept under each recompute mode, as {'none': n, 'selective': n, 'full': n}."""
         counts = dict.fromkeys(RECOMPUTE, 0)
-        full = self.layer_count if self.recompute_layers is None else min(self.recompute_layers, self.layer_count)
+        full = self.layer_count if self.recompute_layers is None else self.recompute_layers
         if self.recompute == "full":
             counts["full"], counts["none"] = full, self.layer_count - full
         else:
@@ -178,6 +178,11 @@ def _check(plan: Plan) -> None:
             if stage.recompute not in RECOMPUTE or (stage.recompute_layers is not None and stage.recompute != "full"):
                 got = stage.recompute if stage.recompute_layers is None else f"{stage.recompute}: {stage.recompute_layers}"
                 raise InputError(f"{where}: recompute is none, selective, full or full: NUMBER OF LAYERS, but got {got}")
+            if stage.recompute_layers is not None and not 0 <= stage.recompute_layers <= stage.layer_count:
+                raise InputError(
+                    f"{where}: recompute is of at most all layers of the stage, which has {stage.layer_count}, "
+                    f"but got full: {stage.recompute_layers}"
+                )
             for device in stage.devices:
                 if device in seen:
                     raise InputError(f"{where}: device {device!r} is used twice; {seen[device]} has it already")
@@ -193,6 +198,7 @@ def _check(plan: Plan) -> None:
                         f"{where}: the devices of a replica must divide by context_parallel {plan.context_parallel}, "
                         f"but there are {len(replica.devices)}"
                     )
+    plan.job()  # which checks the sizes, against the model's positions too
 
 
 def _check_layers(pipeline: Pipeline, layers: int, p: int) -> None:

@@ -50,6 +50,21 @@ DIMENSIONS: dict[str, dict[str, float]] = {
 }
 """Accepted units of each dimension, with their factor to the SI unit used inside (bytes/s, s, bytes, FLOP/s, W, $/h)."""
 
+RANGES: dict[str, tuple[float, float]] = {
+    "bandwidth": (1.0, 1e21),
+    "time": (0.0, 1e7),  # nothing is divided by a time, and a fit may find any
+    "bytes": (1.0, 1e18),
+    "rate of work": (1e3, 1e24),
+    "work": (1.0, 1e30),
+    "power": (1e-3, 1e9),
+    "price": (1e-6, 1e9),
+}
+"""The smallest above zero and the largest that is accepted of each dimension, in the SI unit used inside.
+
+Both lie far beyond what there is, even for a link that shall be as good as infinitely fast, and keep all that is computed
+from them finite.
+"""
+
 _COMMON = {
     "bandwidth": ("Mbit/s", "Gbit/s", "MB/s", "GB/s", "GiB/s", "..."),
     "bytes": ("MB", "GB", "MiB", "GiB", "..."),
@@ -68,32 +83,59 @@ _EXAMPLES = {
     "price": "1.50 $/h",
 }
 
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s].*?)?\s*\Z")
+_QUANTITY = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\d\s].*?)?\s*\Z")
 
 
 def quantity(value: object, dimension: str) -> float:
-    """The value in SI units of a text such as '10 Gbit/s'. Raises InputError for a bare number or a unit of another kind."""
+    """The value in SI units of a text such as '10 Gbit/s'. Zero and negative ones are left for the caller to judge.
+
+    Raises InputError for a bare number, a unit of another kind, and a value beyond RANGES.
+    """
     units = DIMENSIONS[dimension]
     accepted = f"a {dimension} with its unit ({', '.join(_COMMON.get(dimension, units))}), for example '{_EXAMPLES[dimension]}'"
     if isinstance(value, bool) or not isinstance(value, str):
         bare = isinstance(value, (int, float)) and not isinstance(value, bool)
-        raise InputError(f"got {value!r}{' without a unit' if bare else ''}, but {accepted} is accepted")
+        raise InputError(f"got {_brief(value)}{' without a unit' if bare else ''}, but {accepted} is accepted")
     match = _QUANTITY.match(value)
     if match is None:
-        raise InputError(f"got {value!r}, but {accepted} is accepted")
+        raise InputError(f"got {_brief(value)}, but {accepted} is accepted")
     unit = match[2]
     if unit is None:
-        raise InputError(f"got {value!r} without a unit, but {accepted} is accepted")
+        raise InputError(f"got {_brief(value)} without a unit, but {accepted} is accepted")
     if unit not in units:
-        raise InputError(f"got {value!r} with the unit {unit!r}, but {accepted} is accepted")
-    amount = float(Decimal(match[1]) * Decimal(repr(units[unit])))  # in decimal, so that 50 us is 5e-05 to the last bit
-    if not math.isfinite(amount):
-        raise InputError(f"got {value!r}, which is not finite, but {accepted} is accepted")
+        raise InputError(f"got {_brief(value)} with the unit {_brief(unit)}, but {accepted} is accepted")
+    try:
+        amount = float(Decimal(match[1]) * Decimal(repr(units[unit])))  # in decimal, so that 50 us is 5e-05 to the last bit
+    except ArithmeticError:  # an exponent that no Decimal has
+        amount = math.inf
+    if not re.search("[1-9]", re.split("[eE]", match[1])[0]):  # not told by the amount, which is 0 for 1e-400 too
+        return 0.0
+    if not in_range(abs(amount), dimension):
+        raise InputError(f"got {_brief(value)}, but a {dimension} {range_text(dimension)} is accepted")
     return amount
+
+
+def in_range(amount: float, dimension: str) -> bool:
+    """Whether an amount in SI units that is above zero is one that is accepted of this dimension."""
+    smallest, largest = RANGES[dimension]
+    return smallest <= amount <= largest
+
+
+def range_text(dimension: str) -> str:
+    """The words 'from SMALLEST to LARGEST UNIT' of a dimension's range, for errors."""
+    smallest, largest = (re.sub(r"e([+-])0?", lambda m: "e" + m[1].strip("+"), f"{bound:g}") for bound in RANGES[dimension])
+    unit = next(unit for unit, factor in DIMENSIONS[dimension].items() if factor == 1.0)
+    return f"from {smallest} to {largest} {unit}"
+
+
+_LONGEST_NAME = 200
+"""Letters of the longest name that a near one is looked for."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The text '; did you mean X?' for the known name most like `name` without regard to case, or '' where none is alike."""
+    if len(name) > _LONGEST_NAME:
+        return ""  # nobody mistyped that, and to compare it takes long
     by_folded = {candidate.casefold(): candidate for candidate in known}
     close = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[close[0]]}?" if close else ""
@@ -124,12 +166,15 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not a text file in UTF-8") from None
+    except ValueError as error:  # a zero character in the name
+        raise InputError(f"{str(path)!r}: cannot be read ({error})") from None
 
 
 def read_yaml(path: str | Path) -> object:
     """The plain value of a YAML file. Raises InputError with line and column where the file is not YAML."""
+    text = read_text(path)
     try:
-        return yaml.load(read_text(path), Loader=_UniqueKeyLoader)
+        return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -167,12 +212,17 @@ def read_json(path: str | Path) -> object:
     return parse_json(read_text(path), str(path))
 
 
+DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing where the place is right and the disk is not: no mistake of the user's."""
+
+
 def write_file(path: str | Path, content: str | bytes, replace: bool = False) -> Path | None:
     """Where the earlier content of `path` is kept now, or None where there was none to keep.
 
     The content goes to a temporary file beside `path` that is then renamed, so that no reader ever sees half of it. A file
     that is there already, with another content, is first renamed to `path.~1~` (or the next free number), unless `replace`.
-    Raises InputError where the place cannot be written; OSError where writing fails on the way, as on a full disk.
+    Raises InputError where the place cannot be written; OSError, which names it, where writing fails on the way, as on a full
+    disk.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -184,7 +234,7 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
         if path.exists() and not path.is_file():  # such as /dev/stdout or /dev/null: nothing to keep, nothing to rename
             path.write_bytes(data)
             return None
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -204,8 +254,8 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise  # the place is right, and the disk is not: no mistake of the user's
+        if error.errno in DISK_FAILURES:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise InputError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
     return kept
 
@@ -267,15 +317,18 @@ class Table:
 
         return self.get(key, convert, "a text", default)
 
-    def integer(self, key: str, default: Any = REQUIRED, minimum: int = 0) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, key: str, default: Any = REQUIRED, minimum: int = 0, maximum: int | None = None) -> int:
+        """A whole number of at least `minimum`, and at most `maximum` where there is one."""
 
         def convert(value: object) -> int:
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise ValueError
+            if maximum is not None and value > maximum:
+                raise ValueError
             return value
 
-        return self.get(key, convert, f"a whole number of at least {minimum}", default)
+        top = "" if maximum is None else f" and at most {maximum:,}"
+        return self.get(key, convert, f"a whole number of at least {minimum}{top}", default)
 
     def number(self, key: str, default: Any = REQUIRED, minimum: float = 0.0, maximum: float = math.inf) -> float:
         """A finite number without unit between `minimum` and `maximum`."""
@@ -363,8 +416,11 @@ class Table:
 
 
 def _shown(value: object) -> str:
-    """A value as it is shown in an error: at most 80 characters of its repr, on one line."""
-    if value is None:
-        return "nothing"
+    """A value as it is shown in an error, on one line."""
+    return "nothing" if value is None else _brief(value)
+
+
+def _brief(value: object) -> str:
+    """At most 80 characters of a value's repr."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -141,7 +141,7 @@ def trace_json(trace: Trace) -> str:
     times_s = np.array([(span.start_s, span.end_s) for span in trace.spans], dtype=float).reshape(-1, 2)
     if not np.isfinite(times_s).all():
         raise ValueError("the spans of a trace have finite times")
-    starts_ns, ends_ns = np.rint(times_s * 1e9).astype(np.int64).T.tolist()
+    starts_ns, ends_ns = _whole_ns(times_s)
     tracks = _tracks(trace, starts_ns, ends_ns)
     quoted = {text: _text(text) for text in (*trace.lanes, *ACTIVITIES.values())}
     lines = list(_metadata(trace, index, pipelines, place))
@@ -184,6 +184,15 @@ def trace_json(trace: Trace) -> str:
     events = ",\n".join(lines)
     # Viewers read the unit only before the events, and stop at the first key that they do not know.
     return f'{{"displayTimeUnit":"ms",\n"traceEvents":[\n{events}\n],\n"motley":{{\n{motley}}}}}\n'
+
+
+def _whole_ns(times_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[list[int], list[int]]:
+    """The starts and the ends, rounded to whole ns. Beyond 292 years they are no 64-bit numbers, but still whole ones."""
+    rounded = np.rint(times_s * 1e9)
+    if rounded.size and np.abs(rounded).max() >= 2**63:
+        return [int(ns) for ns in rounded[:, 0]], [int(ns) for ns in rounded[:, 1]]
+    starts_ns, ends_ns = rounded.astype(np.int64).T.tolist()
+    return starts_ns, ends_ns
 
 
 def _text(value: object) -> str:

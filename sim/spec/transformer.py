@@ -22,6 +22,26 @@ ATTENTION_BIASES = ("none", "qkv", "output", "all")
 POSITIONS = ("rotary", "learned", "alibi")
 
 
+MOST: Mapping[str, int] = {
+    "layers": 10_000,
+    "hidden": 2**20,
+    "ffn": 2**24,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_dim": 2**20,
+    "vocab": 2**26,
+    "padded_vocab": 2**26,
+    "max_positions": 2**32,
+    "embedding_width": 2**20,
+    "sliding_window": 2**32,
+    "experts": 2**16,
+    "top_k": 2**16,
+    "shared_experts": 2**16,
+    "shared_ffn": 2**24,
+}
+"""The largest number that is accepted for each field: far beyond any model, and small enough to work with."""
+
+
 @dataclass(frozen=True)
 class Moe:
     """The mixture of experts that stands in each layer in the place of the MLP.
@@ -41,6 +61,9 @@ class Moe:
         for field in ("experts", "top_k", "ffn"):
             if getattr(self, field) < 1:
                 raise InputError(f"`{field}` of the experts must be at least 1, but got {getattr(self, field)}")
+        for field in ("experts", "top_k", "ffn", "shared_experts", "shared_ffn"):
+            if getattr(self, field) > MOST[field]:
+                raise InputError(f"`{field}` of the experts must be at most {MOST[field]:,}, but got {getattr(self, field)}")
         if self.top_k > self.experts:
             raise InputError(f"`top_k` must be at most the number of experts, but got top_k={self.top_k}, experts={self.experts}")
         if self.shared_experts < 0 or self.shared_ffn < 0 or (self.shared_experts > 0) != (self.shared_ffn > 0):
@@ -95,6 +118,10 @@ class Transformer:
         for field in ("layers", "hidden", "ffn", "heads", "vocab"):
             if getattr(self, field) < 1:
                 raise self._wrong(f"`{field}` must be at least 1, but got {getattr(self, field)}")
+        for field, most in MOST.items():
+            value = getattr(self, field, None)
+            if isinstance(value, int) and value > most:
+                raise self._wrong(f"`{field}` must be at most {most:,}, but got {value}")
         if self.head_dim == 0 and self.hidden % self.heads:
             raise self._wrong(
                 "`hidden` must be a multiple of `heads` where `head_dim` is not given, "
@@ -158,15 +185,9 @@ def transformer(name_or_path: str) -> Transformer:
     preset = presets().get(name_or_path.casefold())
     if preset is not None:
         return preset
-    path = Path(name_or_path)
-    try:
-        path = path.expanduser()
-        there = bool(name_or_path) and path.exists()
-    except (OSError, RuntimeError, ValueError):  # a name too long for a file, a user who is not there, a zero character
-        there = False
-    if there:
-        file = path / "config.json" if path.is_dir() else path
-        if path.is_dir() and not file.is_file():
+    path, file = Path(name_or_path), model_file(name_or_path)
+    if file is not None:
+        if file.name == "config.json" and not file.is_file():
             raise InputError(f"{name_or_path}: this folder holds no config.json, which a Hugging Face model has")
         name = file.resolve().parent.name if file.name == "config.json" else file.stem
         return from_hugging_face(Table(read_json(file), str(file)), name or file.stem)
@@ -181,6 +202,19 @@ def transformer(name_or_path: str) -> Transformer:
         f"unknown model {name_or_path!r}{hint}; expected a preset ({', '.join(known)}), "
         "a Hugging Face config.json, or a folder that holds one"
     )
+
+
+def model_file(name_or_path: str) -> Path | None:
+    """The configuration file that `transformer` reads for a name or path; None for a preset, and where nothing is there."""
+    if name_or_path.casefold() in presets():
+        return None
+    try:
+        path = Path(name_or_path).expanduser()
+        if not name_or_path or not path.exists():
+            return None
+        return path / "config.json" if path.is_dir() else path
+    except (OSError, RuntimeError, ValueError):  # a name too long for a file, a user who is not there, a zero character
+        return None
 
 
 @cache

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from partition.search import PLANNERS, Search
+from sim.spec.transformer import transformer
 from tests.experiments.conftest import ROOT, TINY_CLUSTER, TINY_PLAN, Ran, World
 
 Motley = Callable[..., Ran]
@@ -82,6 +83,19 @@ def test_a_mistake_in_a_bandwidth_matrix_names_the_pair(motley: Motley, world: W
         ('"micro_batches": 4', '"micro_batches": 3', ["global batch 4", "1 x 3 = 3"]),
         ('"layers": [2, 4]}]}]}', '"layers": [2', ["ends too early", "line 6"]),
         ('"precision": "bf16"', '"precison": "bf16"', ["unknown key 'precison'", "did you mean precision?"]),
+        ('"vocab": 256', '"vocab": 256, "position": "learned", "max_positions": 64', ["64 tokens", "sequence length is 128"]),
+        ('"layers": [2, 4]', '"layers": [2, 4], "recompute": {"full": 99}', ["pipelines[0].stages[1]", "which has 2", "99"]),
+        ('"precision": "bf16"', '"schedule": "interleaved"', ["the schedule 'interleaved' cannot be compiled"]),
+        ('"precision": "bf16"', '"schedule": "zb-v"', ["the schedule 'zb-v' cannot be compiled"]),
+        ('"precision": "bf16"', '"expert_parallel": 2', ["expert_parallel 2 cannot be compiled"]),
+        ('"precision": "bf16"', '"shard_group": 2', ["shard_group 2 cannot be compiled"]),
+        ('"precision": "bf16"', '"offload_optimizer": true', ["offload_optimizer true cannot be compiled"]),
+        ('"layers": [0, 2]', '"layers": [[0, 1], [1, 2]]', ["pipelines[0].stages[0] has 2 layer ranges"]),
+        (
+            '"global_batch": 4',
+            '"global_batch": 100000000',
+            ["global batch 100000000 over the pipelines, but got 1 x 4 = 4"],
+        ),
     ],
 )
 def test_a_mistake_in_a_plan_is_told_in_one_line(motley: Motley, world: World, old: str, new: str, words: list[str]) -> None:
@@ -93,6 +107,26 @@ def test_a_mistake_in_a_plan_is_told_in_one_line(motley: Motley, world: World, o
     assert world.names() == before
 
 
+def test_zero_2_with_unequal_cuts_is_refused_with_the_files_name(motley: Motley, world: World) -> None:
+    plan = json.loads(TINY_PLAN)
+    whole = {"micro_batch": 1, "micro_batches": 2, "stages": [{"devices": ["box/0"], "layers": [0, 4]}]}
+    other = {"micro_batch": 1, "micro_batches": 4, "stages": [{"devices": ["box/1"], "layers": [0, 4]}]}
+    file = world.write("wrong.json", json.dumps(plan | {"zero_stage": 2, "global_batch": 6, "pipelines": [whole, other]}))
+    assert_refused(motley("simulate", file, "--cluster", world.cluster), 2, f"{file}: zero_stage 2 shares")
+
+
+def test_a_plan_whose_program_is_too_large_is_refused_at_once(motley: Motley, world: World) -> None:
+    changes = {
+        '"micro_batches": 4': '"micro_batches": 1000000',
+        '"global_batch": 4': '"global_batch": 1000000, "zero_stage": 3',
+    }
+    text = TINY_PLAN
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    ran = motley("simulate", world.write("large.json", text), "--cluster", world.cluster)
+    assert_refused(ran, 2, "large.json: the plan has about 14,000,000 instructions", "at most 10,000,000")
+
+
 # --- Flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +136,9 @@ def test_a_mistake_in_a_plan_is_told_in_one_line(motley: Motley, world: World, o
         ({"budget": "4"}, ["--budget", "without a unit", "ms, s, min"]),
         ({"budget": "4 GB"}, ["--budget", "'GB'"]),
         ({"budget": "0s"}, ["--budget", "above zero"]),
+        ({"budget": "1e999999999s"}, ["--budget", "a time from 0 to 1e7 s"]),
+        ({"global_batch": 10**30}, ["global batch", "at most 1,000,000"]),
+        ({"sequence_length": None, "seq_len": 10**30}, ["sequence length", "at most 67,108,864"]),
         ({"planner": "flexflash"}, ["unknown planner 'flexflash'", "random"]),
         ({"planner": "randon"}, ["did you mean random?"]),
         ({"judge": "simulat"}, ["unknown judge 'simulat'", "did you mean simulate?"]),
@@ -110,7 +147,8 @@ def test_a_mistake_in_a_plan_is_told_in_one_line(motley: Motley, world: World, o
         ({"global_batch": 0}, ["--global-batch", "0"]),
         ({"global_batch": "many"}, ["--global-batch", "many"]),
         ({"global_batch": None}, ["--global-batch"]),
-        ({"cluster": "nowhere.yaml"}, ["nowhere.yaml", "no such file"]),
+        ({"cluster": "nowhere.yaml"}, ["error: nowhere.yaml: cannot be read (no such file or directory)"]),
+        ({"cluster": "/"}, ["error: /: cannot be read (is a directory)"]),
         ({"bugdet": "3s"}, ["--bugdet", "--budget"]),
     ],
 )
@@ -142,6 +180,9 @@ def explode(search: Search) -> None:
         (["--out", "{folder}/a", "--json", "{folder}/a"], ["--json and --out both go to"]),
         (["--out", "-", "--json", "-"], ["both go to standard output"]),
         (["--out", ""], ["--out", "expected the name of a file"]),
+        (["--out", "{folder}/" + "x" * 300], ["--out", "cannot be written (file name too long)"]),
+        (["--out", "{folder}/new/" + "x" * 300 + "/plan.json"], ["--out", "cannot be written (file name too long)"]),
+        (["--out", "/proc/motley/plan.json"], ["--out", "/proc/motley/plan.json cannot be written"]),
     ],
 )
 def test_outputs_are_checked_before_the_search_begins(
@@ -157,6 +198,40 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(motley: Motley, worl
     locked = world.folder / "locked"
     locked.mkdir(mode=0o500)
     assert_refused(motley(*plan_arguments(world, out=locked / "plan.json")), 2, "--out", "locked")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--timeline", "--program"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_else_is(motley: Motley, world: World, flag: str) -> None:
+    before = world.names()
+    trace = world.folder / "new" / "trace.json"
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--trace", trace, flag, "/proc/x.png")
+    assert_refused(ran, 2, flag, "/proc/x.png")
+    assert world.names() == before and not trace.parent.exists()
+
+
+def test_an_existing_file_whose_name_leaves_no_room_for_its_successors_is_refused_at_once(motley: Motley, world: World) -> None:
+    report = world.write("x" * 254, "earlier")
+    assert_refused(motley("simulate", world.plan, "--cluster", world.cluster, "--json", report), 2, "--json", "too long")
+
+
+def test_files_that_other_inputs_name_are_not_overwritten(motley: Motley, world: World) -> None:
+    matrix = world.write("rates.csv", "GB/s,box/0,box/1\nbox/0,,9\nbox/1,9,\n")
+    cluster = world.write("matrix.yaml", TINY_CLUSTER + "bandwidth_matrix: rates.csv\n")
+    model = world.write("config.json", Path(world.model).read_text())
+    layers = transformer(model).layers
+    inline = '{"name": "toy", "layers": 4, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 256}'
+    plan = world.write("of.json", TINY_PLAN.replace(inline, json.dumps(model)).replace("[2, 4]", f"[2, {layers}]"))
+    before = world.names()
+    assert_refused(motley("simulate", world.plan, "--cluster", cluster, "--json", matrix), 2, "--json", "is read by")
+    assert_refused(motley("simulate", plan, "--cluster", cluster, "--trace", model), 2, "--trace", "is read by")
+    assert_refused(motley(*plan_arguments(world, cluster=cluster, out=matrix)), 2, "--out", "is read by")
+    assert_refused(motley(*plan_arguments(world, model=model, json=model)), 2, "--json", "is read by")
+    compare = ("compare", "--clusters", cluster, "--model", model, "--global-batch", 4, "--planners", "random")
+    assert_refused(motley(*compare, "--json", matrix), 2, "--json", "is read by")
+    world.write("results.csv", Path(matrix).read_text())
+    cluster = world.write("matrix.yaml", TINY_CLUSTER + "bandwidth_matrix: results.csv\n")
+    assert_refused(motley(*compare, "--out", world.folder), 2, "--out (results.csv)", "is read by")
+    assert world.names() == before | {"results.csv"}
 
 
 def test_the_ending_of_a_picture_is_checked(motley: Motley, world: World) -> None:
@@ -180,6 +255,20 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_the_earlier_file(
     assert ran.code in (2, 3)
     assert "no space left on device" in ran.err.lower() and ran.err.count("\n") == 1
     assert report.read_text() == "earlier"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_place_is_named(motley: Motley, world: World) -> None:
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--json", "/dev/full")
+    assert_refused(ran, 3, "error: /dev/full: no space left on device")
+
+
+def test_a_lack_of_memory_is_told_in_words(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(search: Search) -> None:
+        raise MemoryError
+
+    monkeypatch.setitem(PLANNERS, "greedy", greedy)
+    assert_refused(motley(*plan_arguments(world, planner="greedy")), 3, "the memory of this machine ran out")
 
 
 def test_an_unexpected_failure_is_one_line_with_exit_code_3(

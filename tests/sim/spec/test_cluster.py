@@ -262,9 +262,21 @@ def test_a_cluster_without_the_last_node_of_a_site_loses_the_sites_link() -> Non
         ),
         ("gpu: 4090, gpus: 2, intra: pcie4", "gpu: expected the name of a GPU kind, but got 4090"),
         ("gpus: 2, intra: pcie4", "gpu: is missing; expected the name of a GPU kind"),
-        ("gpu: RTX4090, gpus: 0, intra: pcie4", "gpus: expected a whole number of at least 1, but got 0"),
-        ("gpu: RTX4090, gpus: two, intra: pcie4", "gpus: expected a whole number of at least 1, but got 'two'"),
-        ("gpu: RTX4090, gpus: 2, count: 0, intra: pcie4", "count: expected a whole number of at least 1, but got 0"),
+        ("gpu: RTX4090, gpus: 0, intra: pcie4", "gpus: expected a whole number of at least 1 and at most 1,024, but got 0"),
+        ("gpu: RTX4090, gpus: two, intra: pcie4", "gpus: expected a whole number of at least 1 and at most 1,024, but got 'two'"),
+        ("gpu: RTX4090, gpus: 1025, intra: pcie4", "gpus: expected a whole number of at least 1 and at most 1,024, but got 1025"),
+        (
+            "gpu: RTX4090, gpus: 2, count: 0, intra: pcie4",
+            "count: expected a whole number of at least 1 and at most 100,000, but got 0",
+        ),
+        (
+            f"gpu: RTX4090, gpus: 2, count: {10**30}, intra: pcie4",
+            f"count: expected a whole number of at least 1 and at most 100,000, but got {10**30}",
+        ),
+        (
+            "gpu: RTX4090, gpus: 2, intra: {kind: pcie4, bandwidth: 1e-200 bit/s}",
+            "intra.bandwidth: got '1e-200 bit/s', but a bandwidth from 1 to 1e21 B/s is accepted",
+        ),
         ("gpu: RTX4090, gpus: 2", "intra: is missing; expected an interconnect"),
         (
             "gpu: RTX4090, gpus: 2, intra: pcie6",
@@ -330,7 +342,7 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
         ("fabric: {latency: -5 us}\n", "cluster.yaml: fabric.latency: got '-5 us', but a time of at least zero is accepted"),
         (
             "fabric: {oversubscription: 0.5}\n",
-            "cluster.yaml: fabric.oversubscription: expected a number of at least 1, but got 0.5",
+            "cluster.yaml: fabric.oversubscription: expected a number of at least 1 and at most 1e+06, but got 0.5",
         ),
         (
             "fabric: {latncy: 5 us}\n",
@@ -357,6 +369,23 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
         ("wan: [{between: [a, no]}]\n", "cluster.yaml: wan[0].between: expected the names of two sites, but got ['a', False]"),
         ("wan: [{between: [a, b]}]\n", "cluster.yaml: wan[0].bandwidth: is missing; expected a bandwidth with its unit"),
         ("bandwidth_matrix: none.csv\n", "none.csv: cannot be read (no such file or directory)"),
+        (
+            "fabric: {oversubscription: 1e308}\n",
+            "cluster.yaml: fabric.oversubscription: expected a number of at least 1 and at most 1e+06, but got '1e308'",
+        ),
+        (
+            "fabric: {oversubscription: 1.0e+308}\n",
+            "cluster.yaml: fabric.oversubscription: expected a number of at least 1 and at most 1e+06, but got 1e+308",
+        ),
+        ("fabric: {latency: 1e300 s}\n", "cluster.yaml: fabric.latency: got '1e300 s', but a time from 0 to 1e7 s is accepted"),
+        (
+            "gpu_kinds: {RTX4090: {peak: {bf16: 1e-300 FLOP/s}}}\n",
+            "cluster.yaml: gpu_kinds.RTX4090.peak.bf16: got '1e-300 FLOP/s', but a rate of work from 1000 to 1e24 FLOP/s",
+        ),
+        (
+            "gpu_kinds: {RTX4090: {memory: 1e30 GiB}}\n",
+            "cluster.yaml: gpu_kinds.RTX4090.memory: got '1e30 GiB', but a bytes from 1 to 1e18 B is accepted",
+        ),
         ("name: d\n", "cluster.yaml, line 4, column 1: is not valid YAML: the key 'name' stands twice"),
     ],
 )
@@ -377,6 +406,30 @@ def test_a_node_name_stands_once(tmp_path: Path) -> None:
     assert line == "cluster.yaml: cluster 'c': node names are unique, but 'a' stands 2 times"
     numbered = A100.replace("name: a", "name: a-1"), A100.replace("name: a", "name: a, count: 2")
     assert nodes_refused(tmp_path, *numbered) == "cluster.yaml: cluster 'c': node names are unique, but 'a-1' stands 2 times"
+
+
+def test_many_nodes_are_read_in_little_time(tmp_path: Path) -> None:
+    cluster = nodes(tmp_path, A100.replace("gpus: 2", "gpus: 2, count: 20000"))
+    assert len(cluster.nodes) == 20_000 and cluster.nodes[-1].name == "a-19999"
+
+
+def test_a_cluster_has_at_most_a_hundred_thousand_gpus(tmp_path: Path) -> None:
+    many, more = (
+        A100.replace("gpus: 2", "gpus: 2, count: 49999"),
+        A100.replace("name: a", "name: b").replace("gpus: 2", "gpus: 3"),
+    )
+    line = nodes_refused(tmp_path, many, more)
+    assert line == "cluster.yaml: nodes: a cluster has at most 100,000 GPUs, but with nodes[1] it has 100,001"
+
+
+def test_a_near_miss_of_a_kind_that_the_file_itself_describes_is_named(tmp_path: Path) -> None:
+    line = nodes_refused(
+        tmp_path,
+        "{name: a, gpu: workshop-crad, gpus: 2, intra: pcie4}",
+        rest="gpu_kinds: {workshop-card: {like: RTX4090}}\n",
+    )
+    start = "cluster.yaml: nodes[0].gpu: unknown GPU kind 'workshop-crad'; did you mean workshop-card? known: workshop-card, "
+    assert line.startswith(start)
 
 
 def test_a_node_among_others_needs_a_nic(tmp_path: Path) -> None:
@@ -406,6 +459,8 @@ def test_wan_links_join_two_known_sites_once(tmp_path: Path) -> None:
     two = (site("x"), site("y"))
     unknown = "cluster.yaml: cluster 'c': wan joins the site 'z', but the nodes' sites are x, y"
     assert nodes_refused(tmp_path, *two, rest=wan("x, y", "x, z")) == unknown
+    nowhere = "cluster.yaml: cluster 'c': wan joins the site 'y', but no node has a site"
+    assert nodes_refused(tmp_path, A100, rest=wan("y, z")) == nowhere
     assert nodes_refused(tmp_path, *two, rest=wan("x, x")) == "cluster.yaml: cluster 'c': wan joins two sites, but got 'x' twice"
     twice = "cluster.yaml: cluster 'c': wan joins 'x' and 'y' more than once"
     assert nodes_refused(tmp_path, *two, rest=wan("x, y", "y, x")) == twice
@@ -423,6 +478,7 @@ def test_the_rows_and_columns_of_a_matrix_may_stand_in_any_order(tmp_path: Path)
     assert matrix is not None
     assert matrix.names == ("a", "b")
     assert matrix.bytes_per_s == ((math.inf, 2e6), (3e6, math.inf))
+    assert matrix.file == tmp_path / "m.csv"
 
 
 def test_a_matrix_may_be_of_devices(tmp_path: Path) -> None:
@@ -461,9 +517,19 @@ def test_a_matrix_may_be_of_devices(tmp_path: Path) -> None:
         ("GB/s,a,b\na,,fast\nb,1,\n", "every rate is a number above zero, but the one from 'a' to 'b' is fast"),
         ("GB/s,a,b\na,,nan\nb,1,\n", "every rate is a number above zero, but the one from 'a' to 'b' is nan"),
         ("GB/s,a,b\na,,1e999\nb,1,\n", "every rate is a number above zero, but the one from 'a' to 'b' is 1e999"),
+        ("GB/s,a,b\na,,1e-320\nb,1,\n", "every rate is from 1 to 1e21 B/s, but the one from 'a' to 'b' is 1e-320 GB/s"),
+        ("GB/s,a,b\na,,1\nb,1e300,\n", "every rate is from 1 to 1e21 B/s, but the one from 'b' to 'a' is 1e300 GB/s"),
+        (f"GB/s,a,b\na,,{'1' * 200_000}\nb,1,\n", "is not valid CSV: field larger than field limit (131072)"),
         ("GB/s,a,b\na,5,1\nb,1,\n", "the diagonal is empty, but the cell of 'a' to itself holds '5'"),
     ],
 )
 def test_a_mistake_in_a_matrix_is_told_in_one_line(tmp_path: Path, csv: str, error: str) -> None:
     (tmp_path / "m.csv").write_text(csv)
     assert nodes_refused(tmp_path, *TWO, rest=MATRIX) == f"m.csv: {error}"
+
+
+def test_a_cluster_s_name_has_no_slash_for_it_becomes_part_of_file_names(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: a/b\nnodes: [{name: n, gpu: RTX4090, gpus: 1, intra: pcie4}]\n")
+    with pytest.raises(InputError, match=r"cluster.yaml: name: a cluster's name becomes part of file names .* got 'a/b'"):
+        read_cluster(file)

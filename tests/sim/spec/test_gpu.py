@@ -511,9 +511,13 @@ def test_an_efficiency_may_name_a_family_of_the_catalogue() -> None:
         ({"efficiency": 0.7}, r"gpu_kinds\.X\.efficiency: expected a mapping of constants or the name of a family, but got 0.7"),
         (
             {"efficiency": {"matmul_fraction": 1.5}},
-            r"gpu_kinds\.X\.efficiency\.matmul_fraction: expected a number of at least 0 and",
+            r"gpu_kinds\.X\.efficiency\.matmul_fraction: expected a number of at least 1e-06 and at most 1, but got 1.5",
         ),
-        ({"efficiency": {"matmul_fraction": 0}}, r"gpu_kinds\.X\.efficiency: matmul_fraction must be above 0 .*, but got 0.0"),
+        (
+            {"efficiency": {"memory_fraction": 1e-300}},
+            r"efficiency\.memory_fraction: expected .* at least 1e-06 .*, but got 1e-300",
+        ),
+        ({"efficiency": {"attention_fraction": 0}}, r"efficiency\.attention_fraction: expected .* at least 1e-06 .*, but got 0"),
         ({"efficiency": {"launch": "-1 us"}}, r"gpu_kinds\.X\.efficiency\.launch: got '-1 us'"),
         ({"efficiency": {"lunch": "1 us"}}, r"gpu_kinds\.X\.efficiency: unknown key 'lunch'; .*; did you mean launch\?"),
         ({"aliases": "X1"}, r"gpu_kinds\.X\.aliases: expected a list of names, but got 'X1'"),

@@ -162,7 +162,7 @@ def test_end_stages_may_be_empty() -> None:
         ("full", (0, 0, 5)),
         ({"full": 0}, (5, 0, 0)),
         ({"full": 2}, (3, 0, 2)),
-        ({"full": 9}, (0, 0, 5)),
+        ({"full": 5}, (0, 0, 5)),
     ],
 )
 def test_recomputation_is_of_all_layers_or_of_some(recompute: object, counts: tuple[int, int, int]) -> None:
@@ -282,6 +282,38 @@ def test_the_batch_is_the_sum_over_the_pipelines() -> None:
 def test_context_parallelism_divides_every_replica() -> None:
     error = "pipelines[0].stages[1]: the devices of a replica must divide by context_parallel 2, but there are 1"
     assert refused(GOOD | {"context_parallel": 2}) == error
+
+
+def test_no_more_layers_are_recomputed_than_the_stage_has() -> None:
+    error = "pipelines[0].stages[0]: recompute is of at most all layers of the stage, which has 5, but got full: 6"
+    assert refused(plan_of(pipeline_of(FIRST | {"recompute": {"full": 6}}, SECOND))) == error
+
+
+def test_a_sequence_fits_the_learned_positions_of_the_model() -> None:
+    values = plan_of(pipeline_of(stage_of("a/0", 0, 24)), model="gpt3-1.3b", sequence_length=2048)
+    assert parse_plan(json.dumps(values)).job().sequence_length == 2048
+    longer = refused(values | {"sequence_length": 4096})
+    assert longer == "gpt3-1.3b has learned positions for 2048 tokens, but the sequence length is 4096"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"sequence_length": 2**26 + 1}, "the sequence length is at least 1 and at most 67,108,864, but got 67108865"),
+        (
+            {"global_batch": 10**8, "pipelines": [pipeline_of(FIRST, SECOND, micro_batch=1, micro_batches=10**8)]},
+            "the global batch is at least 1 and at most 1,000,000, but got 100000000",
+        ),
+        ({"model": TINY | {"layers": 10**8}}, "model: model tiny: `layers` must be at most 10,000, but got 100000000"),
+        ({"model": TINY | {"vocab": 10**30}}, f"model: model tiny: `vocab` must be at most 67,108,864, but got {10**30}"),
+        (
+            {"model": TINY | {"experts": {"experts": 10**9, "top_k": 2}}},
+            "model.experts: `experts` of the experts must be at most 65,536, but got 1000000000",
+        ),
+    ],
+)
+def test_numbers_beyond_all_reason_are_refused(change: dict[str, Any], error: str) -> None:
+    assert refused(GOOD | change) == error
 
 
 def test_a_model_must_be_known() -> None:

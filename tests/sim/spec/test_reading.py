@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sim.spec.reading import (
     DIMENSIONS,
+    RANGES,
     InputError,
     Table,
     nearest,
@@ -94,15 +95,45 @@ def test_what_is_no_quantity_at_all_is_refused(value: object) -> None:
     assert "\n" not in str(caught.value) and repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["1e400 B/s", "1e308 TB/s", "-1e309 B/s"])
-def test_a_quantity_beyond_all_bounds_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="which is not finite"):
-        quantity(text, "bandwidth")
+@pytest.mark.parametrize(
+    "number",
+    ["1e400", "-1e309", "1e999999999", "1e99999999999999999999", "1e-320", "-1e-320", "1e-999999999", "1e-99999999999999999999"],
+)
+def test_a_quantity_beyond_its_range_is_refused_with_the_range(number: str) -> None:
+    with pytest.raises(InputError) as caught:
+        quantity(f"{number} GB/s", "bandwidth")
+    assert str(caught.value) == f"got '{number} GB/s', but a bandwidth from 1 to 1e21 B/s is accepted"
 
 
-@given(st.sampled_from(sorted(DIMENSIONS)), st.data(), st.floats(-1e30, 1e30))
-def test_every_unit_scales_every_number(dimension: str, data: st.DataObject, number: float) -> None:
+@pytest.mark.parametrize(
+    ("dimension", "words"),
+    [
+        ("bandwidth", "from 1 to 1e21 B/s"),
+        ("time", "from 0 to 1e7 s"),
+        ("bytes", "from 1 to 1e18 B"),
+        ("rate of work", "from 1000 to 1e24 FLOP/s"),
+        ("power", "from 0.001 to 1e9 W"),
+        ("price", "from 1e-6 to 1e9 $/h"),
+    ],
+)
+def test_every_dimension_accepts_its_range_with_both_ends(dimension: str, words: str) -> None:
+    (smallest, largest), unit = RANGES[dimension], words.split()[-1]
+    assert [quantity(f"{bound!r} {unit}", dimension) for bound in (smallest, largest)] == [smallest, largest]
+    for beyond in (smallest * 0.99, largest * 1.01):
+        if beyond > 0:
+            assert line_of(lambda beyond=beyond: quantity(f"{beyond!r} {unit}", dimension)).endswith(f"{words} is accepted")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("number", ["0", "-0", "0.000", "0e999999999", "0e-99999999999999999999"])
+def test_zero_is_zero_however_it_is_written(number: str) -> None:
+    assert quantity(f"{number} GB/s", "bandwidth") == 0.0
+
+
+@given(st.sampled_from(sorted(DIMENSIONS)), st.data(), st.floats(0.0, 1.0), st.sampled_from((1, -1)))
+def test_every_unit_scales_every_number(dimension: str, data: st.DataObject, part: float, sign: int) -> None:
     unit = data.draw(st.sampled_from(sorted(DIMENSIONS[dimension])))
+    smallest, largest = (bound / DIMENSIONS[dimension][unit] for bound in RANGES[dimension])
+    number = sign * (smallest * 1.01 + part * (largest * 0.99 - smallest * 1.01))
     assert quantity(f"{number!r} {unit}", dimension) == pytest.approx(number * DIMENSIONS[dimension][unit], rel=1e-15)
 
 
@@ -117,6 +148,7 @@ def test_the_nearest_name_is_found_without_regard_to_case() -> None:
     assert nearest("bandwith", known) == "; did you mean bandwidth?"
     assert nearest("rtx409", known) == "; did you mean RTX4090?"
     assert nearest("zzz", known) == "" == nearest("latency", [])
+    assert nearest("latency" * 10_000, known * 100) == ""
 
 
 # --- YAML and JSON ---------------------------------------------------------------------------------------------------
@@ -179,6 +211,15 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
     assert line_of(lambda: read_text(tmp_path)) == f"{tmp_path}: cannot be read (is a directory)"
     path = write(tmp_path, b"\xff\xfe\x00")
     assert line_of(lambda: read_text(path)) == f"{path}: is not a text file in UTF-8"
+    assert line_of(lambda: read_text("a\0b")) == "'a\\x00b': cannot be read (embedded null byte)"
+
+
+@pytest.mark.parametrize("reader", [read_yaml, read_json])
+def test_a_file_that_cannot_be_read_is_not_called_invalid(tmp_path: Path, reader: Callable[[Path], object]) -> None:
+    binary = write(tmp_path, b"\xff\xfe\x00")
+    assert line_of(lambda: reader(tmp_path / "none")) == f"{tmp_path}/none: cannot be read (no such file or directory)"
+    assert line_of(lambda: reader(tmp_path)) == f"{tmp_path}: cannot be read (is a directory)"
+    assert line_of(lambda: reader(binary)) == f"{binary}: is not a text file in UTF-8"
 
 
 @pytest.mark.parametrize(
@@ -219,6 +260,7 @@ def table(**values: object) -> Table:
     ("getter", "good", "bad", "accepted"),
     [
         (lambda t: t.text("x"), ["a", " a b "], ["", "  ", 1, True, None, ["a"]], "a text"),
+        (lambda t: t.integer("x", maximum=9000), [0, 9000], [-1, 9001, 10**30], "a whole number of at least 0 and at most 9,000"),
         (lambda t: t.integer("x", minimum=2), [2, 10**30], [1, -2, 2.0, True, "2", None], "a whole number of at least 2"),
         (
             lambda t: t.number("x", minimum=0.5, maximum=2.0),
@@ -337,6 +379,11 @@ def test_missing_folders_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "plan.json").read_bytes() == "µ".encode()
 
 
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    write_file(tmp_path / ("x" * 255), "one")
+    assert contents(tmp_path) == {"x" * 255: "one"}
+
+
 def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "usual").write_text("")
     write_file(tmp_path / "plan.json", "one")
@@ -365,8 +412,9 @@ def test_nothing_is_left_behind_when_the_rename_fails(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left on device"):  # not the user's mistake, so no InputError
+    with pytest.raises(OSError, match="No space left on device") as caught:  # not the user's mistake, so no InputError
         write_file(path, "two")
+    assert caught.value.filename == str(path)
     assert contents(tmp_path) == {"plan.json": "one"}
 
 

@@ -216,6 +216,14 @@ def test_events_of_other_tools_are_passed_over() -> None:
     assert parse_trace(json.dumps(value)) == trace
 
 
+def test_times_beyond_the_whole_numbers_of_a_machine_are_written_right() -> None:
+    """2**34 s are about 544 years, and more ns than a 64-bit number holds."""
+    trace = trace_of(Span("p0s0", Forward(0, (0, 1)), 2.0**33, 2.0**34))
+    (event,) = (event for event in events(trace, "X"))
+    assert [event["ts"], event["dur"]] == [pytest.approx(2.0**33 * 1e6), pytest.approx(2.0**33 * 1e6)]
+    assert parse_trace(trace_json(trace)) == trace
+
+
 def test_a_time_that_is_not_finite_is_not_written() -> None:
     with pytest.raises(ValueError, match="finite"):
         trace_json(trace_of(Span("p0s0", OptimizerStep(), 0.0, math.inf)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sim.spec.reading import InputError, Table
-from sim.spec.transformer import Moe, Transformer, from_hugging_face, presets, read_transformer, to_table, transformer
+from sim.spec.transformer import Moe, Transformer, from_hugging_face, model_file, presets, read_transformer, to_table, transformer
 
 TINY: dict[str, Any] = {"name": "tiny", "layers": 2, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
 
@@ -208,6 +208,13 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path, monkeypatch:
     assert dataclasses.replace(by_folder, name="llama-3-8b") == transformer("llama-3-8b")
     monkeypatch.chdir(folder)
     assert transformer("config.json") == by_folder
+    assert [model_file(name) for name in (str(folder), "config.json", "llama-7b", "none.json", "")] == [
+        folder / "config.json",
+        Path("config.json"),
+        None,
+        None,
+        None,
+    ]
     (folder / "other.json").write_text(json.dumps(GPT2))
     assert transformer("other.json").name == "other"
 
