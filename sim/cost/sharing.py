@@ -66,7 +66,9 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[R
     useful = {link for link in kept if len(by_link[link]) > 1} | single_slowest
     result = []
     for t, transfer in enumerate(transfers):
-        size = max(((by_link[link][t], num_bytes) for link, num_bytes in transfer.loads), default=(0.0, 0.0))[1]
+        # Of links that are equally slow the one with most bytes; nearly equal counts as equal, so that rounding cannot choose.
+        slowest = heaviest[t] * (1 - 1e-9)
+        size = max((num_bytes for link, num_bytes in transfer.loads if by_link[link][t] >= slowest), default=0.0)
         shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads if link in useful)
         alone = size / heaviest[t] if heaviest[t] else float("inf")
         result.append(Route(shares, size, alone, transfer.latency_s))

@@ -23,7 +23,8 @@ def whole(transfers: list[Transfer], capacities: list[float]) -> list[Route]:
     """The routes with all their links, none left out."""
     made = []
     for transfer in transfers:
-        _, size = max((num_bytes / capacities[link], num_bytes) for link, num_bytes in transfer.loads)
+        slowest = max(num_bytes / capacities[link] for link, num_bytes in transfer.loads)
+        size = max(amount for link, amount in transfer.loads if amount / capacities[link] >= slowest * (1 - 1e-9))
         alone = min(capacities[link] / (num_bytes / size) for link, num_bytes in transfer.loads)
         shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads)
         made.append(Route(shares, size, alone, transfer.latency_s))
@@ -89,6 +90,13 @@ def test_coupled_flows_have_equal_rates_on_their_slowest_links() -> None:
 def test_two_flows_that_meet_on_a_card_have_half_of_it_each_whatever_they_move_on_faster_links() -> None:
     # A message over one of eight cards (a), gathered over NVLink (b), where it moves seven times the bytes; and a reduction.
     assert rates([flow(a=1, b=7), flow(a=1)], [12.0, 234.0]) == [6, 6]
+
+
+@pytest.mark.parametrize("k", [1.0, 0.75, 1 / 3, 1.1, 7.0])
+def test_rounding_does_not_choose_between_links_that_are_equally_slow(k: float) -> None:
+    # Both links of the first take 2.1 s / k alone; the second shares one of them, and gets the same part of it for every k.
+    found = rates([flow(a=2.1, b=6.3), flow(b=1)], [1.0 * k, 3.0 * k])
+    assert [rate / k for rate in found] == pytest.approx([1.5, 1.5])
 
 
 def test_flows_that_do_not_meet_do_not_matter_to_one_another() -> None:
