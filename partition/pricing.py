@@ -31,13 +31,14 @@ from sim.cost.network import Network, Transfer
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
     PRECISION_BYTES,
+    RECOMPUTE,
     boundary_bytes,
     embedding_parameters,
     head_parameters,
     layer_parameters,
 )
 from sim.spec.job import Job
-from sim.spec.plan import RECOMPUTE, Pipeline, Plan
+from sim.spec.plan import Pipeline, Plan
 from sim.spec.program import Backward, Forward, Lane
 
 Devices: TypeAlias = tuple[str, ...]

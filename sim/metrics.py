@@ -10,9 +10,9 @@ from typing import Any
 
 from sim.cost.price import dollars, energy_j
 from sim.spec.cluster import Cluster, Device
-from sim.spec.counts import layer_recompute_flop, model_flop
+from sim.spec.counts import RECOMPUTE, layer_recompute_flop, model_flop
 from sim.spec.judge import Cost, Infeasible
-from sim.spec.plan import RECOMPUTE, Plan
+from sim.spec.plan import Plan
 from sim.spec.program import Instruction, Recv, Send, matching_send
 from sim.spec.reading import InputError
 from sim.spec.trace import ACTIVITIES, BUSY, LinkUse, Trace

@@ -23,8 +23,9 @@ from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.spec.cluster import Node
+from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
-from sim.spec.plan import RECOMPUTE, Pipeline, Stage
+from sim.spec.plan import Pipeline, Stage
 
 MICRO_BATCHES = (1, 2, 4, 8)
 ZERO_STAGES = (1, 0)

@@ -17,7 +17,8 @@ from partition.drafts import Draft, Settings, degrees, judge_in_order, stage, us
 from partition.layers import even_split, ranges
 from partition.search import Search, register
 from sim.spec.cluster import Node
-from sim.spec.plan import RECOMPUTE, Pipeline
+from sim.spec.counts import RECOMPUTE
+from sim.spec.plan import Pipeline
 
 TRIES = 800
 """Plans drawn, of which those that can run are judged until their simulations have taken enough."""

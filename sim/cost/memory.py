@@ -32,7 +32,7 @@ from sim.spec.counts import (
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
 )
-from sim.spec.plan import LayerRange, Pipeline, Plan
+from sim.spec.plan import LayerRange, Plan
 from sim.spec.transformer import Transformer
 
 CONTEXT_BYTES = 900 * 2**20
@@ -111,7 +111,7 @@ def count_holders(plan: Plan) -> Holders:
     change = [0] * (plan.transformer.layers + 1)
     first = last = copies = 0
     for pipeline in plan.pipelines:
-        order = stage_order(pipeline)
+        order = pipeline.visiting_order
         begin, end = (len(pipeline.stages[s].replicas) for s in (order[0], order[-1]))
         first, last, copies = first + begin, last + end, copies + (end if len(order) > 1 else 0)
         for stage in pipeline.stages:
@@ -120,11 +120,6 @@ def count_holders(plan: Plan) -> Holders:
                 change[stop] -= len(stage.replicas)
     tied = plan.transformer.tied_embeddings
     return Holders(tuple(accumulate(change[:-1])), first + (copies if tied else 0), last)
-
-
-def stage_order(pipeline: Pipeline) -> list[int]:
-    """The indices of a pipeline's stages in the order that a micro-batch visits them."""
-    return sorted(range(len(pipeline.stages)), key=lambda s: pipeline.stages[s].layers[0])
 
 
 # --- Parts -----------------------------------------------------------------------------------------------------------
@@ -215,7 +210,7 @@ def lane_parts(plan: Plan) -> Iterator[tuple[int, int, int, MemoryParts]]:
     known, held = rules.known, count_holders(plan)
     for p, pipeline in enumerate(plan.pipelines):
         depth = len(pipeline.stages)
-        place = {s: position for position, s in enumerate(stage_order(pipeline))}
+        place = {s: position for position, s in enumerate(pipeline.visiting_order)}
         for s, stage in enumerate(pipeline.stages):
             position = place[s]
             modes = stage.recomputed()

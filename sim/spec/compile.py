@@ -112,7 +112,7 @@ def _lanes(plan: Plan) -> list[Lane]:
     """The lanes with their neighbours, without instructions."""
     lanes = []
     for p, pipeline in enumerate(plan.pipelines):
-        order = sorted(range(len(pipeline.stages)), key=lambda s: pipeline.stages[s].layers[0])
+        order = pipeline.visiting_order
         after = dict(pairwise(order))
         before = {later: earlier for earlier, later in after.items()}
         for s, stage in enumerate(pipeline.stages):
@@ -243,18 +243,13 @@ def in_flight(schedule: str, depth: int, position: int, micro_batches: int) -> i
     return micro_batches if schedule == "gpipe" else min(depth - position, micro_batches)
 
 
-def stage_position(pipeline: Pipeline, stage: int) -> int:
-    """The place, from 0, that a micro-batch reaches this stage at."""
-    return sorted(range(len(pipeline.stages)), key=lambda s: pipeline.stages[s].layers[0]).index(stage)
-
-
 # --- Instructions ----------------------------------------------------------------------------------------------------
 
 
 def _instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[str]]) -> Iterator[Instruction]:
     """The instructions of one lane: its schedule with the messages, reductions and gathers that its work needs."""
     pipeline = plan.pipelines[lane.pipeline]
-    position = stage_position(pipeline, lane.stage)
+    position = pipeline.visiting_order.index(lane.stage)
     each = plan.zero_stage >= 2  # gradients are scattered at every micro-batch, not once for all
     ends = tuple(end for end, held_by in shared_ends.items() if lane.name in held_by)
     for work in SCHEDULES[plan.schedule](lane, len(pipeline.stages), position):

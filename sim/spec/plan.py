@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import PRECISIONS
 from sim.spec.job import OPTIMIZERS, Job
 from sim.spec.reading import InputError, Table, parse_json, read_text
@@ -17,7 +18,6 @@ from sim.spec.transformer import Transformer, read_transformer, to_table, transf
 FORMAT = "motley-plan/1"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 ZERO_STAGES = (0, 1, 2, 3)
-RECOMPUTE = ("none", "selective", "full")
 GRADIENT_PRECISIONS = ("fp32", "bf16")
 
 LayerRange = tuple[int, int]
@@ -74,6 +74,11 @@ class Pipeline:
     micro_batch: int
     micro_batches: int
     stages: tuple[Stage, ...]
+
+    @property
+    def visiting_order(self) -> list[int]:
+        """The indices of its stages in the order that a micro-batch visits them, which is that of their layers."""
+        return sorted(range(len(self.stages)), key=lambda s: self.stages[s].layers[0])
 
     @property
     def sequences(self) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.spec.cluster import Cluster, read_cluster
-from sim.spec.compile import common_refinement, compile_plan, in_flight, stage_position
+from sim.spec.compile import common_refinement, compile_plan, in_flight
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.program import (
     Backward,
@@ -157,7 +157,7 @@ def test_in_flight_is_the_most_forwards_that_await_their_backward(world: tuple[C
             elif isinstance(i, Backward) and i.layers[0] == first[0]:
                 kept.remove(i.micro_batch)
         assert not kept
-        depth, position = len(chunk.stages), stage_position(chunk, lane.stage)
+        depth, position = len(chunk.stages), chunk.visiting_order.index(lane.stage)
         assert most == in_flight(random.schedule, depth, position, chunk.micro_batches)
 
 
