@@ -6,6 +6,7 @@ What follows from its shape (parameters, FLOP, bytes) is in `sim.spec.counts`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -111,6 +112,10 @@ class Transformer:
     tied_embeddings: bool = False
     """Whether the output matrix is the token embedding."""
     final_norm: bool = True
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions' wavelengths."""
+    norm_epsilon: float = 1e-5
+    """What norms add to the variance before they divide by its root."""
     experts: Moe | None = None
 
     def __post_init__(self) -> None:
@@ -150,6 +155,9 @@ class Transformer:
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise self._wrong(f"`sliding_window` must be at least 1, or none, but got {self.sliding_window}")
+        for field in ("rope_theta", "norm_epsilon"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise self._wrong(f"`{field}` must be above 0 and finite, but got {getattr(self, field)}")
         choices = {
             "activation": ACTIVATIONS,
             "norm": NORMS,
@@ -263,6 +271,8 @@ def read_transformer(table: Table) -> Transformer:
         "sliding_window": _integer_or_none(table, "sliding_window"),
         "tied_embeddings": table.flag("tied_embeddings", False),
         "final_norm": table.flag("final_norm", True),
+        "rope_theta": table.number("rope_theta", 10_000.0),
+        "norm_epsilon": table.number("norm_epsilon", 1e-5),
     }
     fields["experts"] = None if experts is None else _read_experts(table.table("experts"), ffn)
     table.close()
@@ -348,6 +358,17 @@ _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _PLAIN = {name: "gelu" for name in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")} | {"relu": "relu"}
 
 
+def _rope_theta(config: Table, key: str = "rope_theta", default: float = 10_000.0) -> float:
+    """The base of the rotary positions: from `rope_parameters` (or its older name), as newer files have it, else from `key`."""
+    outside = _number_or(config, key, default)
+    inside = next((name for name in ("rope_scaling", "rope_parameters") if _or_none(config, name)), None)
+    return outside if inside is None else _number_or(config.table(inside), "rope_theta", outside)
+
+
+def _number_or(table: Table, key: str, default: float) -> float:
+    return default if _or_none(table, key) is None else table.number(key)
+
+
 def _llama(config: Table) -> dict[str, Any]:
     return {
         "layers": config.integer("num_hidden_layers", minimum=1),
@@ -362,6 +383,8 @@ def _llama(config: Table) -> dict[str, Any]:
         "mlp_bias": config.flag("mlp_bias", False),
         "max_positions": _integer_or_none(config, "max_position_embeddings") or 0,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "rope_theta": _rope_theta(config),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
     }
 
 
@@ -373,7 +396,10 @@ def _mistral(config: Table) -> dict[str, Any]:
 
 
 def _mixtral(config: Table) -> dict[str, Any]:
-    shape = _mistral(config)
+    shape = _mistral(config) | {
+        "rope_theta": _rope_theta(config, default=1_000_000.0),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-5),
+    }
     experts = config.integer("num_local_experts", minimum=1)
     top_k = config.integer("num_experts_per_tok", minimum=1)
     return shape | {"experts": _made(config, lambda: Moe(experts, top_k, shape["ffn"]))}
@@ -409,6 +435,7 @@ def _gpt2(config: Table) -> dict[str, Any]:
         "position": "learned",
         "max_positions": config.integer("n_positions", minimum=1),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
     }
 
 
@@ -428,6 +455,7 @@ def _gpt_neo(config: Table) -> dict[str, Any]:
         "position": "learned",
         "max_positions": config.integer("max_position_embeddings", minimum=1),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
     }
 
 
@@ -444,6 +472,8 @@ def _gpt_neox(config: Table) -> dict[str, Any]:
         "mlp_bias": True,
         "max_positions": _integer_or_none(config, "max_position_embeddings") or 0,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "rope_theta": _rope_theta(config, "rotary_emb_base"),
+        "norm_epsilon": config.number("layer_norm_eps", 1e-5),
     }
 
 

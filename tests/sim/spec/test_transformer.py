@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ LLAMA_3_8B = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
     "rope_scaling": None,
+    "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
@@ -37,6 +40,8 @@ QWEN2_7B = {
     "num_attention_heads": 28,
     "num_hidden_layers": 28,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
     "sliding_window": 131072,
     "tie_word_embeddings": False,
     "use_sliding_window": False,
@@ -51,6 +56,8 @@ MISTRAL_7B = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
     "sliding_window": 4096,
     "vocab_size": 32000,
 }
@@ -58,10 +65,12 @@ MIXTRAL_8X7B = MISTRAL_7B | {
     "model_type": "mixtral",
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
+    "rope_theta": 1000000.0,
     "sliding_window": None,
 }
 GPT2 = {
     "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
     "model_type": "gpt2",
     "n_ctx": 1024,
     "n_embd": 768,
@@ -136,6 +145,10 @@ def test_a_transformer_is_a_key_of_a_dictionary() -> None:
         ({"padded_vocab": 99}, "`padded_vocab` must be at least `vocab`, but got padded_vocab=99, vocab=100"),
         ({"position": "learned"}, "`max_positions` must be at least 1 where positions are learned, and never below 0, but got 0"),
         ({"sliding_window": 0}, "`sliding_window` must be at least 1, or none, but got 0"),
+        ({"rope_theta": 0}, "`rope_theta` must be above 0 and finite, but got 0"),
+        ({"rope_theta": math.inf}, "`rope_theta` must be above 0 and finite, but got inf"),
+        ({"norm_epsilon": -1e-5}, "`norm_epsilon` must be above 0 and finite, but got -1e-05"),
+        ({"norm_epsilon": math.nan}, "`norm_epsilon` must be above 0 and finite, but got nan"),
         ({"activation": "tanh"}, "`activation` must be one of gelu, relu, swiglu, but got 'tanh'"),
         ({"attention_bias": True}, "`attention_bias` must be one of none, qkv, output, all, but got True"),
     ],
@@ -254,6 +267,7 @@ def test_the_inline_form_leaves_defaults_out() -> None:
         "vocab": 32000,
         "kv_heads": 8,
         "max_positions": 32768,
+        "rope_theta": 1000000.0,
         "experts": {"experts": 8, "top_k": 2},
     }
 
@@ -275,6 +289,8 @@ def test_a_head_size_of_its_own_and_shared_experts_survive_the_inline_form() -> 
         ({"kv_heads": 0}, "plan.json: model.kv_heads: expected a whole number of at least 1, but got 0"),
         ({"heads": 6}, "plan.json: model: model tiny: `hidden` must be a multiple of `heads`"),
         ({"activation": "gleu"}, "plan.json: model.activation: expected one of gelu, relu, swiglu, but got 'gleu'; did you"),
+        ({"norm_epsilon": "1e-5"}, "plan.json: model.norm_epsilon: expected a number of at least 0, but got '1e-5'"),
+        ({"rope_theta": 0}, "plan.json: model: model tiny: `rope_theta` must be above 0 and finite, but got 0"),
         ({"experts": {"experts": 4}}, "plan.json: model.experts.top_k: is missing"),
         ({"experts": {"experts": 4, "top_k": 8}}, "plan.json: model.experts: `top_k` must be at most the number of experts"),
         ({"experts": {"experts": 4, "top_k": 2, "width": 8}}, "plan.json: model.experts: unknown key 'width'"),
@@ -322,6 +338,50 @@ def test_a_llama_without_key_value_heads_has_as_many_as_heads() -> None:
     assert hugging_face(config | {"head_dim": 64}).head_dim == 64
 
 
+def test_the_rotary_base_stands_in_its_own_key_or_inside_the_newer_ones() -> None:
+    bare = {key: value for key, value in LLAMA_3_8B.items() if not key.startswith("rope")}
+    assert hugging_face(bare).rope_theta == 10_000
+    assert hugging_face(bare | {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}).rope_theta == 10_000
+    assert hugging_face(bare | {"rope_theta": 5e5}).rope_theta == 5e5
+    assert hugging_face(bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}).rope_theta == 7e5
+    assert hugging_face(bare | {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 7e5}}).rope_theta == 7e5
+    assert hugging_face(bare | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}).rope_theta == 5e5
+    assert hugging_face(PYTHIA_1_4B | {"rotary_emb_base": 20_000}).rope_theta == 20_000
+
+
+DEFAULTS = {"llama": (1e-6, 1e4), "mistral": (1e-6, 1e4), "qwen2": (1e-6, 1e4), "mixtral": (1e-5, 1e6), "gpt2": (1e-5, 1e4)}
+DEFAULTS |= dict.fromkeys(("gpt_neo", "gpt_neox", "opt"), (1e-5, 1e4))
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_8B, MISTRAL_7B, QWEN2_7B, MIXTRAL_8X7B, GPT2, GPT_NEO_2_7B, PYTHIA_1_4B, OPT_350M])
+def test_epsilon_and_rotary_base_default_to_those_of_the_class(config: dict[str, Any]) -> None:
+    bare = {key: value for key, value in config.items() if "eps" not in key and not key.startswith("rope")}
+    read = hugging_face(bare)
+    assert (read.norm_epsilon, read.rope_theta) == DEFAULTS[config["model_type"]]
+    key = {"gpt2": "layer_norm_epsilon", "gpt_neo": "layer_norm_epsilon", "gpt_neox": "layer_norm_eps"}
+    if config["model_type"] != "opt":  # whose norms have torch's epsilon always
+        named = key.get(config["model_type"], "rms_norm_eps")
+        assert hugging_face(bare | {named: 3e-4}).norm_epsilon == 3e-4
+
+
+def test_presets_have_the_published_epsilons_and_rotary_bases() -> None:
+    found = {name: (preset.norm_epsilon, preset.rope_theta) for name, preset in presets().items()}
+    shown = {
+        "llama-7b": (1e-6, 1e4),
+        "llama-30b": (1e-6, 1e4),
+        "llama-65b": (1e-5, 1e4),  # its params.json says so, unlike those of the smaller ones
+        "llama-2-70b": (1e-5, 1e4),
+        "llama-3-70b": (1e-5, 5e5),
+        "mistral-7b": (1e-5, 1e4),
+        "mixtral-8x7b": (1e-5, 1e6),
+        "qwen2.5-3b": (1e-6, 1e6),
+        "qwen2.5-14b": (1e-5, 1e6),  # unlike its -Instruct
+        "gpt3-175b": (1e-5, 1e4),
+        "opt-13b": (1e-5, 1e4),
+    }
+    assert {name: found[name] for name in shown} == shown
+
+
 def test_qwen_uses_its_window_only_where_it_says_so() -> None:
     assert hugging_face(QWEN2_7B | {"use_sliding_window": True}).sliding_window is None  # from layer 28 of 28 on
     assert hugging_face(QWEN2_7B | {"use_sliding_window": True, "max_window_layers": 0}).sliding_window == 131072
@@ -349,6 +409,10 @@ def test_opt_variants() -> None:
             "but got 'lama'; did you mean llama?",
         ),
         ({"model_type": "llama"}, "config.json: num_hidden_layers: is missing"),
+        (LLAMA_3_8B | {"rms_norm_eps": None}, "config.json: rms_norm_eps: expected a number of at least 0, but got nothing"),
+        (LLAMA_3_8B | {"rms_norm_eps": 0}, "config.json: model model: `norm_epsilon` must be above 0 and finite, but got 0"),
+        (LLAMA_3_8B | {"rope_theta": "big"}, "config.json: rope_theta: expected a number of at least 0, but got 'big'"),
+        (LLAMA_3_8B | {"rope_parameters": {"rope_theta": -1}}, "config.json: rope_parameters.rope_theta: expected a number"),
         ({"model_type": "gpt2"}, "config.json: n_embd: is missing"),
         ({"model_type": "opt", "hidden_size": 64}, "config.json: num_hidden_layers: is missing"),
         (LLAMA_3_8B | {"num_attention_heads": 30}, "config.json: model model: `hidden` must be a multiple of `heads`"),
