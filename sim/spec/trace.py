@@ -72,6 +72,8 @@ class Trace:
     links: tuple[LinkUse, ...] = field(default=(), repr=False)
     versions: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Versions of what made it, such as {"motley": "0.1.0"}."""
+    clock_residual_s: float | None = None
+    """How far apart the workers' clocks may still be after their alignment, if it was measured; None where there is one clock."""
 
 
 ACTIVITIES: Mapping[type[Instruction], str] = {
@@ -178,6 +180,7 @@ def trace_json(trace: Trace) -> str:
             for link in trace.links
         ],
         "versions": dict(trace.versions),
+        **({} if trace.clock_residual_s is None else {"clock_residual_s": float(trace.clock_residual_s)}),
         "plan": json.loads(trace.plan.to_json()),
     }
     motley = ",\n".join(f"{_text(key)}:{_text(value)}" for key, value in facts.items())
@@ -260,6 +263,7 @@ def parse_trace(text: str, where: str = "trace") -> Trace:
     lanes = {lane: tuple(str(device) for device in lane_table.items(lane)) for lane in lane_table.keys()}  # noqa: SIM118
     peaks = facts.table("peak_bytes")
     versions = facts.table("versions", {})
+    one_clock = facts.get("clock_residual_s", lambda value: value is None, "a number of seconds or null", True)
     links = []
     for entry in facts.tables("links", []):
         unlimited = entry.get("capacity_bytes_per_s", lambda value: value is None, "a number or null")
@@ -276,6 +280,7 @@ def parse_trace(text: str, where: str = "trace") -> Trace:
         peak_bytes={device: peaks.integer(device) for device in peaks.keys()},  # noqa: SIM118
         links=tuple(links),
         versions={name: versions.text(name) for name in versions.keys()} if isinstance(versions, Table) else {},  # noqa: SIM118
+        clock_residual_s=None if one_clock else facts.number("clock_residual_s"),
     )
     facts.close()
     return trace

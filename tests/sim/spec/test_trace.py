@@ -110,6 +110,18 @@ def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
     assert read_trace(path) == trace
 
 
+@given(st.none() | times)
+def test_what_the_clocks_may_still_differ_by_comes_back_equal(residual_s: float | None) -> None:
+    trace = trace_of(origin="measured", clock_residual_s=residual_s)
+    assert parse_trace(trace_json(trace)) == trace
+
+
+def test_a_trace_of_one_clock_is_written_as_before_and_null_is_read_as_one() -> None:
+    text = trace_json(trace_of())
+    assert "clock_residual_s" not in text
+    assert parse_trace(text.replace('"versions":', '"clock_residual_s":null,\n"versions":', 1)) == trace_of()
+
+
 def test_every_instruction_is_an_activity() -> None:
     assert set(ACTIVITIES) == set(INSTRUCTIONS)
 
@@ -258,6 +270,11 @@ def test_a_file_that_ends_too_early_is_told_in_one_line() -> None:
         ('"simulated"', '"guessed"', "motley.origin: expected one of simulated, measured, paced, but got 'guessed'"),
         ('"zero_stage": 1', '"zero_stage": 7', "motley.plan: zero_stage: expected one of 0, 1, 2, 3, but got 7"),
         ('"versions":', '"version":', "motley: unknown key 'version'"),
+        (
+            '"versions":',
+            '"clock_residual_s":-1,"versions":',
+            "motley.clock_residual_s: expected a number of at least 0",
+        ),
     ],
 )
 def test_a_damaged_trace_is_told_in_one_line(old: str, new: str, told: str) -> None:
