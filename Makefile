@@ -24,8 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 			"name another one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "== making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear .venv
-	@echo "== installing Motley and its tools into .venv (about a minute)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "== installing Motley, torch and the tools into .venv (a minute or two)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,runtime]'
 	@touch $@
 
 test: $(INSTALLED)

@@ -1,0 +1,375 @@
+"""Gradients: where they accumulate, and their sums over all devices that hold the same numbers.
+
+Lanes of unequal degrees hold different rows of a parameter. Cut wherever any of them is cut, it falls into pieces that some
+set of devices holds; pieces of one set are one slice, and one collective. Within a slice every device has the same numbers in
+the same order, so that ZeRO's shards are equal parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from runtime.collectives import Pending, all_reduce, reduce_scatter, tell_when_done
+from runtime.parameters import Parameter, Section, is_partial, range_parameters, rows_of, share
+from runtime.world import World
+from sim.spec.plan import LayerRange, Plan
+from sim.spec.program import Lane, Program, ReduceGradients
+from sim.spec.transformer import Transformer
+
+# --- Which devices hold what -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start` to `stop` of a parameter, which `holders` have, and whose gradient is the sum of the `contributors`'."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+    contributors: frozenset[int]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return (self.stop - self.start) * self.parameter.row_size
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The pieces of a section that the same devices hold, one after the other."""
+
+    ranks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return sum(piece.size for piece in self.pieces)
+
+    def stretches(self, start: int, stop: int) -> Iterable[tuple[Piece, int, int, int]]:
+        """What its numbers `start` to `stop` are: (piece, from, to, at), places in the piece and, of the first, in the slice."""
+        at = 0
+        for piece in self.pieces:
+            low, high = max(start, at), min(stop, at + piece.size)
+            if low < high:
+                yield piece, low - at, high - at, low
+            at += piece.size
+
+
+def lane_sections(transformer: Transformer, lane: Lane) -> tuple[LayerRange, ...]:
+    """The layer ranges that a lane's parameters are kept in: its buckets, the layers between them, and its ends.
+
+    `(0, 0)` is the embedding (or its copy, where the output is tied to it), `(n, n)` the head.
+    """
+    n = transformer.layers
+    found: list[LayerRange] = []
+    for start, stop in lane.layers:
+        at = start
+        for bucket in (b for b in lane.buckets if start <= b[0] and b[1] <= stop):
+            found += [(at, bucket[0])] if at < bucket[0] else []
+            found.append(bucket)
+            at = bucket[1]
+        found += [(at, stop)] if at < stop else []
+    if lane.embedding or (lane.head and transformer.tied_embeddings):
+        found.append((0, 0))
+    if lane.head:
+        found.append((n, n))
+    return tuple(sorted(found))
+
+
+def section_parameters(transformer: Transformer, lane: Lane, layers: LayerRange) -> tuple[Parameter, ...]:
+    """The parameters that a lane holds of a layer range: of a tied embedding the lane of the head has only the tokens' matrix."""
+    found = range_parameters(transformer, layers)
+    if layers == (0, 0) and not lane.embedding:
+        return tuple(parameter for parameter in found if parameter.divided == "vocabulary")
+    return found
+
+
+def slices(
+    transformer: Transformer,
+    lanes: Sequence[Lane],
+    ranks: Mapping[str, tuple[int, ...]],
+    layers: LayerRange,
+    sequence_parallel: bool,
+) -> tuple[Slice, ...]:
+    """The slices of a layer range that these lanes hold; equal, in the same order, on every device that asks.
+
+    A copy of the same rows on several devices of a lane counts once, unless each has only its part of the gradient.
+    """
+    pieces: list[Piece] = []
+    for parameter in sorted(range_parameters(transformer, layers), key=lambda p: (p.divided == "whole", not p.decays)):
+        held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its lane, rows from, to, partial
+        for number, lane in enumerate(lanes):
+            if parameter not in section_parameters(transformer, lane, layers):
+                continue
+            degree = lane.tensor_parallel
+            partial_sum = is_partial(parameter, degree, sequence_parallel)
+            for index, rank in enumerate(ranks[lane.name]):
+                held.append((rank, number, *rows_of(parameter, index, degree), partial_sum))
+        cuts = sorted({row for _, _, start, stop, _ in held for row in (start, stop)})
+        for start, stop in pairwise(cuts):
+            here = [entry for entry in held if entry[2] <= start and stop <= entry[3]]
+            firsts = {number: rank for rank, number, *_ in reversed(here)}
+            contributors = frozenset(rank for rank, number, *_, part in here if part or firsts[number] == rank)
+            if here:
+                pieces.append(Piece(parameter, start, stop, tuple(sorted(entry[0] for entry in here)), contributors))
+    by_holders: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        by_holders.setdefault(piece.holders, []).append(piece)
+    return tuple(Slice(holders, tuple(found)) for holders, found in sorted(by_holders.items()))
+
+
+def section_slices(
+    plan: Plan, program: Program, ranks: Mapping[str, tuple[int, ...]], lane: Lane, layers: LayerRange
+) -> tuple[tuple[Slice, ...], bool]:
+    """The slices of a section of a lane, and whether other lanes share it (then the program reduces it)."""
+    reduction = next((i for i in lane.instructions if isinstance(i, ReduceGradients) and i.layers == layers), None)
+    members = [lane] if reduction is None else [program.by_name[name] for name in program.members[reduction]]
+    return slices(plan.transformer, members, ranks, layers, plan.sequence_parallel), reduction is not None
+
+
+def _sums(piece_slice: Slice, shared: bool) -> bool:
+    """Whether there is anything to be summed over a slice's ranks."""
+    return shared or any(len(piece.contributors) > 1 for piece in piece_slice.pieces)
+
+
+def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """The sets of ranks that sum gradients together, of all lanes."""
+    found: set[tuple[int, ...]] = set()
+    for lane in program.lanes:
+        for layers in lane_sections(plan.transformer, lane):
+            piece_slices, shared = section_slices(plan, program, ranks, lane, layers)
+            found |= {s.ranks for s in piece_slices if _sums(s, shared)}
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Numbers of a slice that lie side by side in a section: `size` of them, at `at` of the slice and `offset` of the section."""
+
+    at: int
+    offset: int
+    size: int
+    contributes: bool
+
+
+def runs(section: Section, piece_slice: Slice, rank: int) -> tuple[Run, ...]:
+    """Where the numbers of a slice lie in this rank's section."""
+    segments = {segment.parameter.name: segment for segment in section.segments}
+    found: list[Run] = []
+    at = 0
+    for piece in piece_slice.pieces:
+        segment = segments[piece.parameter.name]
+        offset = segment.offset + (piece.start - segment.start) * piece.parameter.row_size
+        contributes = rank in piece.contributors
+        last = found[-1] if found else None
+        if last is not None and last.offset + last.size == offset and last.contributes == contributes:
+            found[-1] = Run(last.at, last.offset, last.size + piece.size, contributes)
+        elif piece.size:
+            found.append(Run(at, offset, piece.size, contributes))
+        at += piece.size
+    return tuple(found)
+
+
+# --- The numbers -----------------------------------------------------------------------------------------------------
+
+
+class SliceGradient:
+    """The gradient of one slice on one rank: `value` is, after `Gradients.finish`, what this rank's optimizer takes.
+
+    All of the slice, or this rank's shard of it where it is scattered.
+    """
+
+    def __init__(self, section: Section, piece_slice: Slice, rank: int, shared: bool, scattered: bool) -> None:
+        self.slice, self.section, self.shared = piece_slice, section, shared
+        self.scattered = scattered
+        self.runs = runs(section, piece_slice, rank)
+        members = len(piece_slice.ranks)
+        self.position = piece_slice.ranks.index(rank)
+        self.share = share(piece_slice.size, self.position, members)
+        """The numbers that this rank answers for: those of its shard, and of the norm and the checkpoints in any case."""
+        self.own = self.share if scattered else (0, piece_slice.size)
+        """The numbers that this rank updates."""
+        self.sums = _sums(piece_slice, shared)
+        """Whether there is anything to be summed over the slice's ranks."""
+        self.value: torch.Tensor | None = None
+
+    @property
+    def padded(self) -> int:
+        """Numbers of the slice, filled up to equal shards."""
+        return share(self.slice.size, 0, len(self.slice.ranks))[1] * len(self.slice.ranks)
+
+    @property
+    def whole(self) -> Run | None:
+        """The run that is all of the slice, where it lies in one piece in the section."""
+        return self.runs[0] if len(self.runs) == 1 and self.runs[0].contributes else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A sum under way: what it will add to, and whom to tell when it has ended."""
+
+    gradient: SliceGradient
+    work: Pending | None
+    value: torch.Tensor
+    done: Callable[[], None] | None
+    waits: Callable[[], None]
+
+
+class Gradients:
+    """Accumulates the gradients of one worker's sections, and sums them over the devices that hold them.
+
+    They are kept in the gradient precision in one flat tensor per section, which autograd adds to in place where the precisions
+    are equal. Where gradients are scattered at every micro-batch (ZeRO 2), they exist only until then.
+    """
+
+    def __init__(self, world: World, sections: Mapping[LayerRange, Section], dtype: torch.dtype) -> None:
+        plan = world.plan
+        self._world, self._sections, self._dtype = world, sections, dtype
+        self.slices: dict[LayerRange, tuple[SliceGradient, ...]] = {}
+        self._flat: dict[LayerRange, torch.Tensor] = {}
+        self._pending: list[_Pending] = []
+        self._views: dict[int, torch.Tensor] = {}
+        for layers, section in sections.items():
+            found, shared = section_slices(plan, world.program, world.ranks, world.lane, layers)
+            mine = [s for s in found if world.rank in s.ranks]
+            scattered = shared and plan.zero_stage >= 1
+            self.slices[layers] = tuple(SliceGradient(section, s, world.rank, shared, scattered) for s in mine)
+            # The ends stay whole under ZeRO 2, too, and are summed once.
+            if not (shared and plan.zero_stage >= 2 and layers[0] < layers[1]):
+                self._flat[layers] = torch.zeros(section.size, dtype=dtype, device=world.device)
+
+    def attach(self) -> None:
+        """Nothing; makes autograd accumulate here. Called once, when all parameters of the sections have been made."""
+        for layers, section in self._sections.items():
+            flat = self._flat.get(layers)
+            for names, parameter in section.parameters.items():
+                if flat is None:
+                    continue
+                start, stop = section.spans[names]
+                view = flat[start:stop].view_as(parameter)
+                if parameter.dtype == self._dtype:
+                    parameter.grad = view
+                else:
+                    self._views[id(parameter)] = view
+                    parameter.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
+
+    def _move(self, parameter: torch.Tensor) -> None:
+        """Adds a gradient in the precision of training to the one that is kept."""
+        assert parameter.grad is not None
+        self._views[id(parameter)].add_(parameter.grad)
+        parameter.grad = None
+
+    def accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Nothing; adds a gradient that was computed outside of autograd, as autograd would."""
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+        if id(parameter) in self._views:
+            self._move(parameter)
+
+    def _section_gradient(self, layers: LayerRange) -> torch.Tensor:
+        """The gradient of a section, flat; one that lives for a micro-batch is taken out of the parameters."""
+        flat = self._flat.get(layers)
+        if flat is not None:
+            return flat
+        section = self._sections[layers]
+        flat = torch.zeros(section.size, dtype=self._dtype, device=self._world.device)
+        for names, parameter in section.parameters.items():
+            if parameter.grad is not None:
+                start, stop = section.spans[names]
+                flat[start:stop].copy_(parameter.grad.flatten())
+                parameter.grad = None
+        return flat
+
+    def num_bytes(self, layers: LayerRange) -> int:
+        """The bytes of a section's gradients on this device."""
+        return self._sections[layers].size * self._dtype.itemsize
+
+    def reduce(self, layers: LayerRange, done: Callable[[], None], waits: Callable[[], None]) -> None:
+        """Nothing; begins to sum a section over all lanes that hold it.
+
+        `done` is called when that has ended, by any thread; `waits` when this one begins to wait for it.
+        """
+        flat = self._section_gradient(layers)
+        found = self.slices[layers]
+        for gradient in found:
+            self._begin(gradient, flat, done if gradient is found[-1] else None, waits)
+
+    def _begin(
+        self, gradient: SliceGradient, flat: torch.Tensor, done: Callable[[], None] | None, waits: Callable[[], None]
+    ) -> None:
+        ranks = gradient.slice.ranks
+        # One sum of a slice at a time, so that no more than two vectors of it exist.
+        self._settle(lambda pending: pending.gradient is gradient)
+        vector = self._vector(gradient, flat, padded=gradient.scattered)
+        work: Pending | None = None
+        if len(ranks) > 1 and gradient.scattered:
+            shard = vector.new_empty(gradient.padded // len(ranks))
+            work = reduce_scatter(shard, vector, self._world.group(ranks))
+            vector = shard
+        elif len(ranks) > 1:
+            work = all_reduce(vector, self._world.group(ranks))
+        if done is not None and work is not None:
+            tell_when_done(work, done, vector)
+        value = vector[: gradient.own[1] - gradient.own[0]]
+        self._pending.append(_Pending(gradient, work, value, done, waits))
+
+    def _vector(self, gradient: SliceGradient, flat: torch.Tensor, padded: bool) -> torch.Tensor:
+        """The slice's numbers of this rank, zero where another rank of the lane answers for them."""
+        size = gradient.padded if padded else gradient.slice.size
+        whole = gradient.whole
+        if whole is not None and whole.size == size:
+            return flat[whole.offset : whole.offset + size]
+        vector = flat.new_zeros(size)
+        for run in gradient.runs:
+            if run.contributes:
+                vector[run.at : run.at + run.size] = flat[run.offset : run.offset + run.size]
+        return vector
+
+    def _settle(self, wanted: Callable[[_Pending], bool]) -> None:
+        """Waits for the sums of which `wanted` is true, and takes their values."""
+        for pending in [pending for pending in self._pending if wanted(pending)]:
+            if pending.work is not None:
+                pending.waits()
+                pending.work.wait()
+            gradient = pending.gradient
+            gradient.value = pending.value if gradient.value is None else gradient.value.add_(pending.value)
+            if pending.done is not None:
+                pending.done()
+            self._pending.remove(pending)
+
+    def finish(self) -> None:
+        """Nothing; waits for the sums under way, and makes those that no other lane shares: every slice has its `value`."""
+        self._settle(lambda pending: True)
+        for layers, found in self.slices.items():
+            for gradient in found:
+                if gradient.shared:
+                    continue
+                vector = self._vector_of_own(gradient, self._section_gradient(layers))
+                if gradient.sums:
+                    all_reduce(vector, self._world.group(gradient.slice.ranks)).wait()
+                gradient.value = vector
+
+    def _vector_of_own(self, gradient: SliceGradient, flat: torch.Tensor) -> torch.Tensor:
+        """As `_vector`; where nothing is summed, every rank takes its own copy."""
+        if gradient.sums:
+            return self._vector(gradient, flat, padded=False)
+        if len(gradient.runs) == 1:
+            run = gradient.runs[0]
+            return flat[run.offset : run.offset + run.size]
+        return torch.cat([flat[run.offset : run.offset + run.size] for run in gradient.runs]) if gradient.runs else flat[:0]
+
+    def clear(self) -> None:
+        """Nothing; forgets the gradients of the iteration."""
+        for flat in self._flat.values():
+            flat.zero_()
+        for found in self.slices.values():
+            for gradient in found:
+                gradient.value = None

@@ -1,0 +1,156 @@
+"""Starting the workers of a plan: all of them on this machine, or the lines that start them on several."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.data import open_data
+from runtime.options import arguments
+from runtime.settings import Settings, check_runnable, with_model
+from runtime.watch import FAILURES, LAUNCHER, Failure, read_failures
+from sim.spec.plan import Plan
+from sim.spec.reading import InputError
+
+if TYPE_CHECKING:
+    from runtime.agent import Ending
+
+
+class RunFailed(Exception):
+    """A run that ended early: why, in one line, and the exit code to end with."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.message, self.code = message, code
+
+
+# --- Ranks -----------------------------------------------------------------------------------------------------------
+
+
+def nodes_of(plan: Plan) -> list[tuple[str, list[str]]]:
+    """The nodes in the order that the plan first names them, each with those of its devices that the plan uses, by index."""
+    nodes: dict[str, list[tuple[int, str]]] = {}
+    for device in plan.devices:
+        node, slash, index = device.rpartition("/")
+        if not (node and slash and index.isdecimal()):
+            raise InputError(f"a device is named NODE/INDEX, such as 'a100/0', but the plan has {device!r}")
+        nodes.setdefault(node, []).append((int(index), device))
+    return [(node, [device for _, device in sorted(devices)]) for node, devices in nodes.items()]
+
+
+def ranked_devices(plan: Plan) -> tuple[str, ...]:
+    """The device of each rank: node after node, and in a node by index."""
+    return tuple(device for _, devices in nodes_of(plan) for device in devices)
+
+
+# --- On this machine -------------------------------------------------------------------------------------------------
+
+
+def launch_locally(
+    plan_path: str | Path, plan: Plan, settings: Settings, model: str | None = None, module: str = "runtime"
+) -> None:
+    """Nothing, once the run has ended well: one worker for each device of the plan, all on this machine.
+
+    A worker is `python -m MODULE PLAN ...`. Raises InputError for what can be known before any worker starts, and RunFailed,
+    with the first worker's failure that is no consequence of another's, where the run ends early.
+    """
+    plan = with_model(plan, model, settings.precision)
+    check_runnable(plan, settings)
+    open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
+    devices = ranked_devices(plan)
+    check_gpus(settings, len(devices))
+    from runtime.agent import run_workers  # not at the head of the file: workers, which need the ranks only, start faster
+
+    with tempfile.TemporaryDirectory(prefix="motley.") as folder:
+        environment = _environment(settings, len(devices)) | {FAILURES: folder, LAUNCHER: str(os.getpid())}
+        command = [sys.executable, "-m", module, plan_argument(plan_path), *arguments(settings, model)]
+        try:
+            ending = run_workers(command, len(devices), environment)
+        except OSError as error:
+            raise RunFailed(f"the workers cannot be started: {error}", 3) from None
+        if ending.codes:
+            raise first_cause(devices, ending, read_failures(Path(folder)))
+
+
+def check_gpus(settings: Settings, workers: int) -> None:
+    """Nothing. Raises InputError where this machine has too few GPUs for this many workers."""
+    if settings.device != "cuda":
+        return
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise InputError("device cuda needs a GPU, but torch finds none on this machine")
+    if settings.chosen_backend == "nccl" and gpus < workers:
+        raise InputError(
+            f"the plan needs {workers} GPUs, but this machine has {gpus}; with --backend gloo several workers may share a GPU"
+        )
+
+
+def plan_argument(plan_path: str | Path) -> str:
+    """The word for a plan's path, which is never taken for an option."""
+    path = str(plan_path)
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _environment(settings: Settings, workers: int) -> dict[str, str]:
+    """The variables that workers on one machine get, where the user has not set them."""
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        variables["GLOO_SOCKET_IFNAME"] = loopback  # by default gloo asks for the address of the host's name, which may fail
+    if settings.device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // workers))
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def first_cause(devices: Sequence[str], ending: Ending, failures: Sequence[Failure]) -> RunFailed:
+    """What made a run end early, from what the workers told, the earliest first, and from how they ended.
+
+    First comes what a worker says of itself, then workers that died without a word, then lost connections and long waits,
+    which either of these may have caused.
+    """
+    own = next((failure for failure in failures if not failure.follows), None)
+    if own is not None:
+        return RunFailed(own.message, own.code)
+    told = {failure.rank for failure in failures}
+    silent = {rank: code for rank, code in sorted(ending.codes.items()) if rank not in told | ending.killed}
+    # Without a word, SIGTERM is how those end that the launching process ends before their watch began.
+    died = {rank: code for rank, code in silent.items() if code != -signal.SIGTERM} or (silent if not failures else {})
+    parts = [f"the worker of {devices[rank]} (rank {rank}) {_ended(code)}" for rank, code in died.items()]
+    parts += [failure.message for failure in failures[:1]]
+    parts += [f"the worker of {devices[rank]} (rank {rank}) did not answer and was killed" for rank in sorted(ending.killed)]
+    return RunFailed("; ".join(parts), 3)
+
+
+def _ended(code: int) -> str:
+    """The words for an exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names: Mapping[int, str] = {int(number): number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+# --- On several machines ---------------------------------------------------------------------------------------------
+
+
+def launch_lines(
+    plan: Plan, plan_path: str | Path, settings: Settings, model: str | None = None, address: str = "HOST", port: int = 29500
+) -> list[tuple[str, str]]:
+    """For each node of the plan its name and the line that starts its workers there; `address` is the first node's."""
+    nodes = nodes_of(plan)
+    # torchrun takes what follows the module for templates, in which $$ stands for $.
+    words = [word.replace("$", "$$") for word in (plan_argument(plan_path), *arguments(settings, model))]
+    lines = []
+    for rank, (node, devices) in enumerate(nodes):
+        torchrun = f"torchrun --nnodes {len(nodes)} --node-rank {rank} --nproc-per-node {len(devices)}"
+        lines.append((node, f"{torchrun} --master-addr {address} --master-port {port} -m runtime {shlex.join(words)}"))
+    return lines

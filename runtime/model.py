@@ -1,0 +1,356 @@
+"""The transformer that runs: embedding, layers and head over the parameters of `runtime.parameters`, and a lane's part of it.
+
+Shapes: S sequence, B sequences of a micro-batch, H hidden, N heads, D width of a head, V the rows of the vocabulary that this
+rank holds. The residual stream x_SBH is sequence first; with sequence parallelism it has this rank's rows of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from runtime.parameters import Section
+from runtime.tensor_parallel import (
+    DeferredWeights,
+    TensorGroup,
+    column_linear,
+    cross_entropy_sum,
+    row_linear,
+    vocabulary_embedding,
+)
+from sim.spec.plan import LayerRange
+from sim.spec.reading import InputError
+from sim.spec.transformer import Transformer
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""The cosines and sines of the rotary positions, each of shape (S, 1, 1, D / 2)."""
+
+
+# --- Positions -------------------------------------------------------------------------------------------------------
+
+
+def rotary_tables(transformer: Transformer, length: int, device: torch.device, dtype: torch.dtype) -> Rotary:
+    """The rotary tables of a sequence of `length` tokens, computed in fp32 (fp64 for fp64) and rounded to `dtype`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, transformer.head_dim, 2, dtype=wide, device=device) / transformer.head_dim
+    angles = torch.outer(torch.arange(length, dtype=wide, device=device), 1.0 / transformer.rope_theta**exponents)
+    return angles.cos().to(dtype)[:, None, None], angles.sin().to(dtype)[:, None, None]
+
+
+def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which of (query, key) a causal window lets through; None where it is no narrower than the causal mask."""
+    if window is None or length <= window:
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _rotated(x_SBND: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """The heads turned by their positions; the halves of a head are the two coordinates, as in Hugging Face."""
+    cos, sin = rotary
+    a, b = x_SBND.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+# --- Pieces ----------------------------------------------------------------------------------------------------------
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up of the two side by side; keeps them and no product, which a plain expression would."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        of_gate = torch.ops.aten.silu_backward(gradients[0] * up, gate)
+        return torch.cat((of_gate, gradients[0] * F.silu(gate)), dim=-1)
+
+
+def _swiglu(both: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _SwiGlu.apply(both)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": _gelu, "relu": F.relu, "swiglu": _swiglu}
+"""What stands between the matrices of an MLP, by its name in `Transformer`."""
+
+
+class Norm(nn.Module):
+    """A norm over the hidden numbers of each token."""
+
+    def __init__(self, transformer: Transformer, section: Section, name: str) -> None:
+        super().__init__()
+        self.epsilon = transformer.norm_epsilon
+        self.weight_H = section.parameter(f"{name}.weight")
+        self.bias_H = section.parameter(f"{name}.bias") if transformer.norm == "layernorm" else None
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """The normed stream."""
+        if self.bias_H is None:
+            return F.rms_norm(x_SBH, self.weight_H.shape, self.weight_H, self.epsilon)
+        return F.layer_norm(x_SBH, self.weight_H.shape, self.weight_H, self.bias_H, self.epsilon)
+
+
+def _first_row(section: Section, name: str) -> int:
+    """The first row of a parameter that a rank holds."""
+    return next(segment.start for segment in section.segments if segment.parameter.name == name)
+
+
+class Embedding(nn.Module):
+    """Tokens into the residual stream. Of tokens_SB every rank is given the whole sequence."""
+
+    def __init__(self, transformer: Transformer, section: Section, group: TensorGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.tokens_VH = section.parameter("embedding.tokens.weight")
+        self.start_row = _first_row(section, "embedding.tokens.weight")
+        learned = transformer.position == "learned"
+        self.positions = section.parameter("embedding.positions.weight") if learned else None
+
+    def forward(self, tokens_SB: torch.Tensor) -> torch.Tensor:
+        """x_SBH, with the learned positions if there are any. Raises InputError for a sequence longer than their table."""
+        x_SBH = vocabulary_embedding(tokens_SB, self.tokens_VH, self.start_row, self.group)
+        if self.positions is None:
+            return x_SBH
+        if tokens_SB.shape[0] > self.positions.shape[0]:
+            raise InputError(
+                f"the sequence length is at most the {self.positions.shape[0]} learned positions, but got {tokens_SB.shape[0]}"
+            )
+        rows = x_SBH.shape[0]
+        start = self.group.index * rows if self.group.scatters else 0
+        return x_SBH + self.positions[start : start + rows, None]
+
+
+class Layer(nn.Module):
+    """One layer. Its backward computes again, by `recompute`: "none", "selective" (the core of attention) or "full" (all)."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        section: Section,
+        layer_index: int,
+        group: TensorGroup,
+        recompute: str,
+        compiled: bool = False,
+        deferred: DeferredWeights | None = None,
+    ) -> None:
+        super().__init__()
+        t, at = transformer, f"layers.{layer_index}"
+        self.group, self.deferred = group, deferred
+        self.activation = ACTIVATIONS[t.activation]
+
+        attention = [f"{at}.attention.{part}" for part in ("query", "key", "value")]
+        ups = [f"{at}.mlp.{part}" for part in (("gate", "up") if t.gated else ("up",))]
+
+        def fused(names: Sequence[str], kind: str, present: bool = True) -> nn.Parameter | None:
+            return section.parameter(*(f"{name}.{kind}" for name in names)) if present else None
+
+        self.attention_norm = Norm(t, section, f"{at}.attention_norm")
+        self.qkv_weight = section.parameter(*(f"{name}.weight" for name in attention))
+        self.qkv_bias = fused(attention, "bias", t.attention_bias in ("qkv", "all"))
+        self.output_weight = section.parameter(f"{at}.attention.output.weight")
+        self.output_bias = fused([f"{at}.attention.output"], "bias", t.attention_bias in ("output", "all"))
+        self.mlp_norm = Norm(t, section, f"{at}.mlp_norm")
+        self.up_weight = section.parameter(*(f"{name}.weight" for name in ups))
+        self.up_bias = fused(ups, "bias", t.mlp_bias)
+        self.down_weight = section.parameter(f"{at}.mlp.down.weight")
+        self.down_bias = fused([f"{at}.mlp.down"], "bias", t.mlp_bias)
+
+        self.head_dim = t.head_dim
+        self.heads = self.output_weight.shape[0] // t.head_dim
+        self.kv_heads = (self.qkv_weight.shape[0] // t.head_dim - self.heads) // 2
+        self.shares_keys = _shares_keys(self.qkv_weight)
+        self._run = torch.compile(self._layer) if compiled else self._layer
+        # Chosen here, so that compiled layers that differ only in these share their graphs where they can.
+        self._around_layer = _recomputed if recompute == "full" else _called
+        self._around_core = _recomputed if recompute == "selective" else _called
+
+    def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
+        """The residual stream behind the layer. `rotary_tables` and `window_mask` of the whole sequence are given."""
+        return self._around_layer(self._run, x_SBH, rotary, mask_SS)
+
+    def _layer(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
+        group, deferred = self.group, self.deferred
+        qkv = column_linear(self.attention_norm(x_SBH), self.qkv_weight, self.qkv_bias, group, deferred)
+        attended = self._attention(qkv, rotary, mask_SS)
+        x_SBH = x_SBH + row_linear(attended, self.output_weight, self.output_bias, group, deferred)
+        wide = self.activation(column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred))
+        return x_SBH + row_linear(wide, self.down_weight, self.down_bias, group, deferred)
+
+    def _attention(self, qkv: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
+        """What the heads of this rank read, side by side in the last dimension."""
+        qkv_SBND = qkv.view(*qkv.shape[:2], -1, self.head_dim)
+        turned_SBND, value_SBND = qkv_SBND.tensor_split((self.heads + self.kv_heads,), dim=2)
+        if rotary is not None:
+            turned_SBND = _rotated(turned_SBND, rotary)
+            value_SBND = value_SBND.contiguous()  # a copy, so that the unturned query and key need not be kept with it
+        query_SBND, key_SBND = turned_SBND.tensor_split((self.heads,), dim=2)
+        query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in (query_SBND, key_SBND, value_SBND))
+        read_BNSD = self._around_core(self._core, query_BNSD, key_BNSD, value_BNSD, mask_SS)
+        return read_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _core(
+        self, query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, mask_SS: torch.Tensor | None
+    ) -> torch.Tensor:
+        grouped = self.kv_heads < self.heads
+        if grouped and (mask_SS is not None or not self.shares_keys):
+            grouped = False
+            times = self.heads // self.kv_heads
+            key_BNSD, value_BNSD = key_BNSD.repeat_interleave(times, dim=1), value_BNSD.repeat_interleave(times, dim=1)
+        return F.scaled_dot_product_attention(
+            query_BNSD, key_BNSD, value_BNSD, attn_mask=mask_SS, is_causal=mask_SS is None, enable_gqa=grouped
+        )
+
+
+def _shares_keys(weight: torch.Tensor) -> bool:
+    """Whether attention has a kernel that reads one key head for several query heads.
+
+    On GPUs that is only the flash kernel, for half precision from compute capability 8.0 on. Elsewhere `enable_gqa` would fall
+    back to whole score matrices, while the memory-efficient kernel takes repeated keys. Source: torch 2.13,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if weight.device.type != "cuda":
+        return True
+    return weight.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+
+
+def _called(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    return function(*arguments)
+
+
+def _recomputed(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """What a function returns; its backward keeps the arguments alone and calls it again. Nothing in a layer is random."""
+    result: torch.Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+class Head(nn.Module):
+    """The residual stream into logits and the loss. `tied_section` holds the token embedding, where the output matrix is it."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        section: Section,
+        group: TensorGroup,
+        tied_section: Section | None = None,
+        deferred: DeferredWeights | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.deferred = group, deferred
+        name = "head.output.weight" if tied_section is None else "embedding.tokens.weight"
+        holder = section if tied_section is None else tied_section
+        self.norm = Norm(transformer, section, "head.norm") if transformer.final_norm else None
+        self.weight_VH = holder.parameter(name)
+        self.start_row = _first_row(holder, name)
+        self.columns = max(0, min(self.weight_VH.shape[0], transformer.vocab - self.start_row))
+        """Those that the padding of the vocabulary leaves."""
+
+    def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """logits_SBV: of the whole sequence, over this rank's rows of the vocabulary without its padding."""
+        if self.norm is not None:
+            x_SBH = self.norm(x_SBH)
+        return column_linear(x_SBH, self.weight_VH, None, self.group, self.deferred)[..., : self.columns]
+
+    def forward(self, x_SBH: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of the labels, of the whole sequence, summed over the tokens."""
+        return cross_entropy_sum(self.logits(x_SBH), labels_SB, self.start_row, self.group)
+
+
+# --- A part of the model ---------------------------------------------------------------------------------------------
+
+
+class ModelPart(nn.Module):
+    """Some consecutive layers of the model on one rank, with the embedding before them or the head behind them where asked.
+
+    `sections` holds the parameters by layer range: (0, 0) the embedding (also for the head of a tied model), (n, n) the head,
+    and ranges that together cover `layers`. `recompute` has one mode per layer. Raises InputError for what cannot be computed.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        layers: LayerRange,
+        sections: Mapping[LayerRange, Section],
+        group: TensorGroup,
+        embedding: bool,
+        head: bool,
+        recompute: Sequence[str],
+        compile_layers: bool = False,
+        deferred: DeferredWeights | None = None,
+    ) -> None:
+        super().__init__()
+        t, numbers = transformer, range(*layers)
+        if t.position == "rotary" and t.head_dim % 2:
+            raise InputError(f"rotary positions need an even width of a head, but {t.name} has head_dim {t.head_dim}")
+        self.transformer, self.group = transformer, group
+        self.embedding = Embedding(t, sections[0, 0], group) if embedding else None
+        self.layers = nn.ModuleList(
+            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred)
+            for number, mode in zip(numbers, recompute, strict=True)
+        )
+        tied = sections[0, 0] if head and t.tied_embeddings else None
+        self.head = Head(t, sections[t.layers, t.layers], group, tied, deferred) if head else None
+        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Rotary | None, torch.Tensor | None]] = {}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it ends with the loss."""
+        return self.head is not None
+
+    def forward(self, x: torch.Tensor, labels_SB: torch.Tensor | None = None) -> torch.Tensor:
+        """The residual stream behind the part, or, with a head, the cross-entropy of the labels summed over the tokens.
+
+        `x` is tokens_SB where the part has the embedding, else x_SBH. Tokens and labels are of the whole sequence.
+        """
+        x_SBH = self._stream(x)
+        if self.head is None:
+            return x_SBH
+        if labels_SB is None:
+            raise ValueError("a part with a head computes the loss, and needs the labels for it")
+        loss: torch.Tensor = self.head(x_SBH, labels_SB)
+        return loss
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits_SBV of a part with a head: `Head.logits` behind its layers."""
+        assert self.head is not None
+        logits_SBV: torch.Tensor = self.head.logits(self._stream(x))
+        return logits_SBV
+
+    def _stream(self, x: torch.Tensor) -> torch.Tensor:
+        """x_SBH behind the last layer."""
+        x_SBH: torch.Tensor = x if self.embedding is None else self.embedding(x)
+        rotary, mask_SS = self._positions(x_SBH)
+        for layer in self.layers:
+            x_SBH = layer(x_SBH, rotary, mask_SS)
+        return x_SBH
+
+    def _positions(self, x_SBH: torch.Tensor) -> tuple[Rotary | None, torch.Tensor | None]:
+        """The rotary tables and the mask that all layers share, made once for a length."""
+        length = x_SBH.shape[0] * (self.group.degree if self.group.scatters else 1)
+        key = length, x_SBH.device, x_SBH.dtype
+        if key not in self._tables:
+            rotates = self.transformer.position == "rotary"
+            rotary = rotary_tables(self.transformer, *key) if rotates else None
+            self._tables[key] = rotary, window_mask(length, self.transformer.sliding_window, x_SBH.device)
+        return self._tables[key]
+
+
+def _section_of(sections: Mapping[LayerRange, Section], layer: int) -> Section:
+    """The section that holds a layer."""
+    return next(section for (start, stop), section in sections.items() if start <= layer < stop)

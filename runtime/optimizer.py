@@ -1,0 +1,316 @@
+"""The optimizer: AdamW or SGD on flat master copies of what this worker updates, under every ZeRO stage.
+
+Masters are in fp32 (or the training precision, where that is no less), one flat tensor for every slice of the common
+refinement, or this worker's shard of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.checkpoints import Stretch
+from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
+from runtime.gradients import Gradients, SliceGradient
+from runtime.parameters import Parameter, Section
+from runtime.settings import Settings
+from runtime.world import World
+from sim.spec.plan import LayerRange
+
+Initial = Callable[[Parameter, int, int], torch.Tensor]
+"""The first values of a parameter's rows `start` to `stop`, flat."""
+
+FIRST_LOSS_SCALE, GROW_AFTER = 2.0**16, 2000
+"""Of fp16: the loss is scaled up by this, half of it after an overflow, twice after so many steps without one.
+
+Source: Micikevicius et al. (2018), section 3.2.
+"""
+
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+"""What an optimizer keeps beside the master copy."""
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """The learning rate of a step, counted from 0: a linear warm-up, then constant, or falling to `final_rate` of it."""
+    if step < settings.warm_up_steps:
+        return settings.learning_rate * (step + 1) / settings.warm_up_steps
+    progress = (step - settings.warm_up_steps) / max(1, settings.steps - 1 - settings.warm_up_steps)
+    left = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": (1.0 + math.cos(math.pi * min(progress, 1.0))) / 2,
+    }[settings.rate_schedule]
+    if settings.rate_schedule == "constant":
+        return settings.learning_rate
+    return settings.learning_rate * (settings.final_rate + (1.0 - settings.final_rate) * max(left, 0.0))
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What one optimizer step did: the sums over all workers, and the norm of the whole gradient before clipping."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    skipped: bool = False
+    """Whether the gradient was not finite and the step was left out (fp16 only)."""
+
+
+class _Master:
+    """The master copy of what one worker updates of a slice, and the optimizer's states of it."""
+
+    def __init__(self, gradient: SliceGradient, dtype: torch.dtype, states: Iterable[str]) -> None:
+        self.gradient = gradient
+        start, stop = gradient.own
+        values = gradient.section.values
+        whole = gradient.runs[0] if len(gradient.runs) == 1 else None
+        self.aliased = values.dtype == dtype and whole is not None and not gradient.scattered
+        """Whether the parameters are the master copy."""
+        self.values = (
+            values[whole.offset : whole.offset + whole.size]
+            if self.aliased and whole is not None
+            else torch.empty(stop - start, dtype=dtype, device=values.device)
+        )
+        self.states = {name: torch.zeros_like(self.values) for name in states}
+        # Numbers that decay and numbers that do not lie apart; each stretch is one parameter for torch's optimizer.
+        self.parts: list[tuple[int, int, bool]] = []
+        for piece, low, high, at in gradient.slice.stretches(start, stop):
+            begin, end, decays = at - start, at - start + high - low, piece.parameter.decays
+            if self.parts and self.parts[-1][2] == decays:
+                self.parts[-1] = (self.parts[-1][0], end, decays)
+            else:
+                self.parts.append((begin, end, decays))
+        self.parameters = [torch.nn.Parameter(self.values[a:b]) for a, b, _ in self.parts]
+
+    def write_back(self) -> None:
+        """Copies the master to the parameters, where these are others and all here."""
+        if self.aliased or self.gradient.scattered:
+            return
+        for run in self.gradient.runs:
+            self.gradient.section.values[run.offset : run.offset + run.size].copy_(self.values[run.at : run.at + run.size])
+
+    def initialise(self, initial: Initial) -> None:
+        """Draws the first values of the master copy, which may be cut anywhere in a row."""
+        start, stop = self.gradient.own
+        for piece, low, high, at in self.gradient.slice.stretches(start, stop):
+            row = piece.parameter.row_size
+            first, last = piece.start + low // row, piece.start + -(-high // row)
+            drawn = initial(piece.parameter, first, last)
+            skip = low - (first - piece.start) * row
+            self.values[at - start : at - start + high - low].copy_(drawn[skip : skip + high - low])
+
+    def stretches(self, part: tuple[int, int]) -> Iterable[Stretch]:
+        """Its numbers within `part` of the slice, as a checkpoint knows them."""
+        start = self.gradient.own[0]
+        for piece, low, high, at in self.gradient.slice.stretches(*part):
+            first = piece.start * piece.parameter.row_size + low
+            for name, values in {"master": self.values, **self.states}.items():
+                saved = values[at - start : at - start + high - low]
+                yield Stretch(f"{name}/{piece.parameter.name}", piece.parameter.size, first, saved)
+
+
+@dataclass(frozen=True, eq=False)
+class _Gather:
+    """Shards being gathered into `everything`, and whom to tell when they are, and when somebody waits for them."""
+
+    master: _Master
+    work: Pending
+    everything: torch.Tensor
+    done: Callable[[], None] | None
+    waits: Callable[[], None]
+
+
+class Optimizer:
+    """Updates what this worker holds of the parameters, once all its gradients are summed."""
+
+    def __init__(
+        self, world: World, sections: Mapping[LayerRange, Section], gradients: Gradients, settings: Settings, dtype: torch.dtype
+    ) -> None:
+        plan = world.plan
+        self._world, self._sections, self._gradients, self._settings = world, sections, gradients, settings
+        master_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        states = STATES[plan.optimizer]
+        self._masters: dict[LayerRange, list[_Master]] = {
+            layers: [_Master(gradient, master_dtype, states) for gradient in found] for layers, found in gradients.slices.items()
+        }
+        self._all = [master for found in self._masters.values() for master in found]
+        groups = [
+            {
+                "params": [p for m in self._all for p, (_, _, d) in zip(m.parameters, m.parts, strict=True) if d == decays],
+                "weight_decay": settings.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        self._torch: torch.optim.Optimizer | None = None
+        if groups and plan.optimizer == "adamw":
+            self._torch = torch.optim.AdamW(
+                groups,
+                lr=settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.epsilon,
+                fused=True,
+            )
+        elif groups:
+            self._torch = torch.optim.SGD(groups, lr=settings.learning_rate, fused=True)
+        self.updates = 0
+        """Optimizer steps that were not skipped."""
+        self.loss_scale = FIRST_LOSS_SCALE if dtype == torch.float16 else 1.0
+        self._scales = dtype == torch.float16
+        self._since_overflow = 0
+        self._loss = self._norm = math.nan
+        self._gathers: list[_Gather] = []
+        self._set_states()
+
+    def _set_states(self) -> None:
+        """Gives torch's optimizer the states, as views of ours."""
+        if self._torch is None or not STATES[self._world.plan.optimizer]:
+            return
+        for master in self._all:
+            for parameter, (a, b, _) in zip(master.parameters, master.parts, strict=True):
+                state: dict[str, Any] = {name: values[a:b] for name, values in master.states.items()}
+                state["step"] = torch.tensor(float(self.updates), dtype=torch.float32, device=parameter.device)
+                self._torch.state[parameter] = state
+
+    def initialise(self, initial: Initial) -> None:
+        """Nothing; draws the first weights, of the master copies and of the parameters."""
+        for section in self._sections.values():
+            for segment in section.segments:
+                drawn = initial(segment.parameter, segment.start, segment.stop)
+                section.values[segment.offset : segment.offset + segment.size].copy_(drawn)
+        for master in self._all:
+            if not master.aliased:
+                master.initialise(initial)
+
+    # --- One step ----------------------------------------------------------------------------------------------------
+
+    def agree(self, loss: torch.Tensor) -> None:
+        """Nothing; sums the loss, of which each worker has a part, and the norm of the whole gradient over all workers."""
+        world = self._world
+        squares = [torch.zeros((), dtype=torch.float64, device=world.device)]
+        for master in self._all:
+            gradient = master.gradient
+            assert gradient.value is not None
+            start, stop = gradient.share
+            shift = gradient.own[0]
+            mine = gradient.value[start - shift : stop - shift]
+            precision = torch.float64 if mine.dtype == torch.float64 else torch.float32
+            squares.append(torch.linalg.vector_norm(mine, dtype=precision).double() ** 2)
+        sums = torch.stack([torch.stack(squares).sum(), loss.double()])
+        if len(world.everyone) > 1:
+            all_reduce(sums, world.group(world.everyone)).wait()
+        square, self._loss = sums.tolist()
+        self._norm = math.sqrt(square) / self.loss_scale if square >= 0 else math.nan
+
+    def step(self, step: int) -> StepFacts:
+        """What the step did, of which `agree` has told the norm."""
+        settings, norm, total = self._settings, self._norm, self._loss
+        rate = learning_rate(settings, step)
+        if self._scales and not math.isfinite(norm):
+            self.loss_scale = max(self.loss_scale / 2, 1.0)
+            self._since_overflow = 0
+            self._gradients.clear()
+            return StepFacts(total, norm, rate, skipped=True)
+        factor = 1.0 / self.loss_scale
+        if settings.clip_norm > 0:
+            factor *= min(1.0, settings.clip_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+        for master in self._all:
+            value = master.gradient.value
+            assert value is not None
+            if factor != 1.0:
+                value = value.mul_(factor)
+            for parameter, (a, b, _) in zip(master.parameters, master.parts, strict=True):
+                parameter.grad = value[a:b].to(parameter.dtype)
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"] = rate
+            self._torch.step()
+        for master in self._all:
+            for parameter in master.parameters:
+                parameter.grad = None
+            master.write_back()
+        self.updates += 1
+        if self._scales:
+            self._since_overflow += 1
+            if self._since_overflow % GROW_AFTER == 0:
+                self.loss_scale *= 2
+        self._gradients.clear()
+        return StepFacts(total, norm, rate)
+
+    # --- ZeRO --------------------------------------------------------------------------------------------------------
+
+    def num_bytes(self, layers: LayerRange) -> int:
+        """The bytes of a section's parameters on this device."""
+        section = self._sections[layers]
+        return section.size * section.values.element_size()
+
+    def gather(self, layers: LayerRange, done: Callable[[], None], waits: Callable[[], None]) -> None:
+        """Nothing; begins to gather a section's shards.
+
+        `done` is called when that has ended, by any thread; `waits` when this one begins to wait for it.
+        """
+        masters = [master for master in self._masters[layers] if master.gradient.scattered]
+        for master in masters:
+            gradient = master.gradient
+            ranks = gradient.slice.ranks
+            mine = gradient.section.values.new_zeros(gradient.padded // len(ranks))
+            mine[: len(master.values)] = master.values
+            if len(ranks) == 1:
+                self._spread(master, mine)
+                continue
+            everything = mine.new_empty(gradient.padded)
+            work = all_gather(everything, mine, self._world.group(ranks))
+            told = done if master is masters[-1] else None
+            if told is not None:
+                tell_when_done(work, told, mine)
+            self._gathers.append(_Gather(master, work, everything, told, waits))
+
+    @staticmethod
+    def _spread(master: _Master, everything: torch.Tensor) -> None:
+        section = master.gradient.section
+        for run in master.gradient.runs:
+            section.values[run.offset : run.offset + run.size].copy_(everything[run.at : run.at + run.size])
+
+    def finish_gathers(self) -> None:
+        """Nothing; waits until all gathered parameters are in their places."""
+        for gather in self._gathers:
+            gather.waits()
+            gather.work.wait()
+            self._spread(gather.master, gather.everything)
+            if gather.done is not None:
+                gather.done()
+        self._gathers.clear()
+
+    # --- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def saved(self) -> list[Stretch]:
+        """What this worker saves: of every slice its equal part, so that all workers together save each number once."""
+        return [stretch for master in self._all for stretch in master.stretches(master.gradient.share)]
+
+    def wanted(self) -> list[Stretch]:
+        """What this worker needs of a checkpoint: all that it updates."""
+        return [stretch for master in self._all for stretch in master.stretches(master.gradient.own)]
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says beside the numbers."""
+        return {"updates": self.updates, "loss_scale": self.loss_scale, "since_overflow": self._since_overflow}
+
+    def resume(self, facts: Mapping[str, Any]) -> None:
+        """Nothing; after the wanted stretches are filled: takes the counts, and brings the parameters to the masters' values."""
+        self.updates = int(facts["updates"])
+        if self._scales:
+            self.loss_scale, self._since_overflow = float(facts["loss_scale"]), int(facts["since_overflow"])
+        self._set_states()
+        for master in self._all:
+            master.write_back()
+        for layers in self._masters:
+            self.gather(layers, _nothing, _nothing)
+        self.finish_gathers()
+
+
+def _nothing() -> None:
+    pass

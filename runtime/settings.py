@@ -1,0 +1,145 @@
+"""What a training run is told beside its plan, and what the runtime refuses to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.parameters import check_degree
+from sim.spec.compile import compile_plan
+from sim.spec.plan import Plan
+from sim.spec.program import Program, dry_run
+from sim.spec.reading import InputError
+from sim.spec.transformer import transformer
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+"""Of parameters and activations, by precision. fp64 is for tests: no plan can say it."""
+
+RATE_SCHEDULES = ("constant", "linear", "cosine")
+BACKENDS = ("gloo", "nccl")
+DEVICES = ("cpu", "cuda")
+TOKEN_TYPES = ("auto", "uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train what a plan describes. Raises InputError for a value that cannot be."""
+
+    steps: int
+    """Optimizer steps of the whole training, those before a resumption included."""
+    data: str
+    """text:FILE or FOLDER, or tokens:FILE."""
+    device: str = "cpu"
+    precision: str | None = None
+    """In the place of the plan's, where given."""
+    seed: int = 0
+    learning_rate: float = 3e-4
+    final_rate: float = 0.1
+    """Of the learning rate that a linear or cosine schedule ends with, as a fraction."""
+    rate_schedule: str = "cosine"
+    warm_up_steps: int = 0
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+    """The global norm that gradients are clipped to; 0 for not at all."""
+    token_type: str = "auto"
+    checkpoints: Path | None = None
+    """The folder of the run's checkpoints; None for none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 for one at the end alone."""
+    keep_checkpoints: int = 0
+    """How many of the latest complete checkpoints stay; 0 for all."""
+    resume: bool = False
+    weights: Path | None = None
+    """A Hugging Face folder whose safetensors are the first weights."""
+    save_weights: Path | None = None
+    """A folder that the trained weights are written to, as Hugging Face safetensors."""
+    timeout_s: float = 60.0
+    """How long a worker waits for another before the run is given up."""
+    backend: str | None = None
+    """gloo or nccl; by default nccl on cuda and gloo on the cpu. With gloo, several workers may share a GPU."""
+    compile: bool = False
+    """Whether layers are compiled by torch.compile."""
+    results: Path | None = None
+    """The folder that the measured trace and the figures are written to (`runtime.results`); None for none."""
+
+    def __post_init__(self) -> None:
+        choices: dict[str, tuple[object, ...]] = {
+            "device": DEVICES,
+            "precision": (None, *DTYPES),
+            "rate_schedule": RATE_SCHEDULES,
+            "token_type": TOKEN_TYPES,
+            "backend": (None, *BACKENDS),
+        }
+        for name, accepted in choices.items():
+            if getattr(self, name) not in accepted:
+                shown = ", ".join(str(value) for value in accepted if value not in (None, "fp64"))
+                raise InputError(f"{name.replace('_', ' ')} is one of {shown}, but got {getattr(self, name)!r}")
+        least: dict[str, float] = {"steps": 1, "seed": 0, "warm_up_steps": 0, "checkpoint_every": 0, "keep_checkpoints": 0}
+        least |= dict.fromkeys(("learning_rate", "weight_decay", "clip_norm", "final_rate"), 0.0)
+        for name, minimum in least.items():
+            if not minimum <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name.replace('_', ' ')} is at least {minimum:g}, but got {getattr(self, name)}")
+        if not 0 < self.timeout_s < float("inf"):
+            raise InputError(f"the timeout is above 0 s, but got {self.timeout_s}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} is at least 0 and below 1, but got {getattr(self, name)}")
+        if not self.epsilon > 0:
+            raise InputError(f"epsilon is above 0, but got {self.epsilon}")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise InputError("backend nccl needs device cuda, but got cpu")
+        if self.checkpoints is None and (self.resume or self.checkpoint_every):
+            raise InputError("to resume, or to save on the way, the folder of the checkpoints must be given")
+
+    @property
+    def chosen_backend(self) -> str:
+        """The backend of the workers' messages and collectives."""
+        return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+
+def with_model(plan: Plan, model: str | None, precision: str | None) -> Plan:
+    """The plan with another model, by preset or path, and another precision, where they are given.
+
+    Raises InputError where the model does not fit the plan's layer ranges. fp64, which no plan can say, is passed over.
+    """
+    if model is not None:
+        plan = dataclasses.replace(plan, model=transformer(model))
+    if precision is not None and precision != "fp64":
+        plan = dataclasses.replace(plan, precision=precision)
+    return plan
+
+
+def check_runnable(plan: Plan, settings: Settings) -> Program:
+    """The plan's program. Raises InputError, in one line, for what a plan can say and the runtime cannot run."""
+    t = plan.transformer
+    if (settings.precision or plan.precision) not in DTYPES:
+        shown = ", ".join(name for name in DTYPES if name != "fp64")
+        raise InputError(f"the runtime trains in {shown}, but the plan's precision is {plan.precision}")
+    if plan.zero_stage > 2:
+        raise InputError(f"the runtime runs zero_stage 0, 1 and 2, but the plan has {plan.zero_stage}")
+    refused = {
+        "a mixture of experts": t.experts is not None,
+        "alibi positions": t.position == "alibi",
+        "an embedding of another width than the layers": t.projected_embeddings,
+    }
+    for what, present in refused.items():
+        if present:
+            raise InputError(f"the runtime cannot run {what}, which {t.name} has")
+    program = compile_plan(plan)
+    for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
+        check_degree(t, degree, plan.sequence_length, plan.sequence_parallel)
+    dry_run(program)
+    return program

@@ -1,0 +1,305 @@
+"""What a tensor-parallel group computes together: linear maps, the embedding and the loss, divided over its ranks.
+
+Shapes: S sequence, B sequences of a micro-batch, H hidden, K and N the input and output width of a matrix, V the rows of the
+vocabulary that this rank holds. With sequence parallelism, S of what stands outside of a divided region is this rank's rows,
+[S index / degree, S (index + 1) / degree) of the sequence; inside it is always the whole sequence.
+
+On a group of one every function is the plain one of torch. The collectives of a group are begun in one order on all its
+ranks, also while a backward recomputes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from runtime.collectives import MAX, Pending, all_gather, all_reduce, reduce_scatter
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """One rank's place in its tensor-parallel group: number `index` of `degree`. `process_group` is None for a group of one."""
+
+    index: int
+    degree: int
+    process_group: dist.ProcessGroup | None
+    sequence_parallel: bool = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether activations outside of divided regions are divided by rows of the sequence."""
+        return self.sequence_parallel and self.process_group is not None
+
+
+Some = TypeVar("Some", bound=Callable[..., Any])
+
+
+def _eager(function: Some) -> Some:
+    """The function, which torch.compile leaves as it is: collectives and what a schedule puts off are no part of a graph."""
+    uncompiled: Some = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return uncompiled
+
+
+# --- Collectives -----------------------------------------------------------------------------------------------------
+
+# By their names since torch 2.13, which warns of the earlier ones.
+
+Begun = tuple[torch.Tensor, Pending | None]
+"""A tensor, and what is to be waited for before it is used."""
+
+
+def _sum(x: torch.Tensor, group: TensorGroup) -> Begun:
+    """The sum of the ranks' tensors, begun; with sequence parallelism this rank's rows of it. Overwrites `x` without it."""
+    x = x.contiguous()
+    if not group.scatters:
+        return x, all_reduce(x, group.process_group)
+    rows = x.new_empty(x.shape[0] // group.degree, *x.shape[1:])
+    return rows, reduce_scatter(rows, x, group.process_group)
+
+
+def _gather(x: torch.Tensor, group: TensorGroup) -> Begun:
+    """The whole sequence of which each rank has its rows, begun; `x` itself without sequence parallelism."""
+    if not group.scatters:
+        return x, None
+    whole = x.new_empty(x.shape[0] * group.degree, *x.shape[1:])
+    return whole, all_gather(whole, x.contiguous(), group.process_group)
+
+
+def _ended(begun: Begun) -> torch.Tensor:
+    """The tensor of a collective that has ended."""
+    x, work = begun
+    if work is not None:
+        work.wait()
+    return x
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over the ranks; its gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return _ended(_sum(x if group.scatters else x.clone(memory_format=torch.contiguous_format), group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _ended(_gather(gradients[0], ctx.group)), None
+
+
+def leave(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The sum of what the ranks have computed, where a divided region ends; with sequence parallelism this rank's rows of it."""
+    return x_SBH if group.process_group is None else _left(x_SBH, group)
+
+
+@_eager
+def _left(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    left: torch.Tensor = _Leave.apply(x_SBH, group)  # type: ignore[no-untyped-call]
+    return left
+
+
+# --- Linear maps -----------------------------------------------------------------------------------------------------
+
+Gradients = tuple[torch.Tensor, torch.Tensor | None]
+"""Of a matrix, and of its bias where it has one."""
+
+
+class DeferredWeights:
+    """The gradients of matrices that a backward puts off, for schedules that compute them apart from the input's.
+
+    `accumulate(parameter, gradient)` shall do what autograd does with a parameter's gradient.
+    """
+
+    def __init__(self, accumulate: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self._accumulate = accumulate
+        self._pending: deque[tuple[tuple[torch.Tensor | None, ...], Callable[[], Gradients]]] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[Callable[[], None]]:
+        """A function that computes and accumulates, once, what backwards inside the `with` put off.
+
+        Outside of it they put off nothing.
+        """
+        outer, self._pending = self._pending, deque()
+        try:
+            yield partial(self._run, self._pending)
+        finally:
+            self._pending = outer
+
+    def put_off(self, parameters: tuple[torch.Tensor | None, ...], gradients: Callable[[], Gradients]) -> bool:
+        """Whether the gradients will be computed later: not so outside of `collecting`."""
+        if self._pending is None:
+            return False
+        self._pending.append((parameters, gradients))
+        return True
+
+    def _run(self, pending: deque[tuple[tuple[torch.Tensor | None, ...], Callable[[], Gradients]]]) -> None:
+        with torch.no_grad():
+            while pending:  # taken out one by one, so that the activations of each are freed after it
+                parameters, gradients = pending.popleft()
+                for parameter, gradient in zip(parameters, gradients(), strict=True):
+                    if parameter is not None and gradient is not None:
+                        self._accumulate(parameter, gradient)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + bias, or x W where W is stored `transposed`. With a `group`, x enters its divided region.
+
+    Entering is: x is the same on all ranks and the ranks' gradients are summed; or, with sequence parallelism, x is gathered,
+    again for the backward so that only this rank's rows are kept, and the gradients are summed and scattered. Both
+    collectives of the backward run beside its matrix products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SBK: torch.Tensor,
+        weight: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        transposed: bool,
+        group: TensorGroup | None,
+        deferred: DeferredWeights | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_SBK)
+        # Not saved through autograd: under a checkpoint what comes back of that is a copy, not the parameter to accumulate in.
+        ctx.weight, ctx.bias, ctx.transposed, ctx.group, ctx.deferred = weight, bias_N, transposed, group, deferred
+        if group is not None:
+            x_SBK = _ended(_gather(x_SBK, group))
+        return F.linear(x_SBK, weight.t() if transposed else weight, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient_SBN = gradients[0]
+        weight, bias_N, transposed, group = ctx.weight, ctx.bias, ctx.transposed, ctx.group
+        (x_SBK,) = (saved.detach() for saved in ctx.saved_tensors)
+
+        def gathered() -> Begun:
+            return (x_SBK, None) if group is None else _gather(x_SBK, group)
+
+        def of_weights(begun: Begun | None = None) -> Gradients:
+            x_TK, gradient_TN = _ended(begun or gathered()).flatten(0, 1), gradient_SBN.flatten(0, 1)
+            of_weight = x_TK.t() @ gradient_TN if transposed else gradient_TN.t() @ x_TK
+            return of_weight, None if bias_N is None else gradient_TN.sum(0)
+
+        put_off = ctx.deferred is not None and ctx.deferred.put_off((weight, bias_N), of_weights)
+        begun = None if put_off else gathered()
+        of_input: Begun | None = None
+        if ctx.needs_input_grad[0]:
+            partial_SBK = gradient_SBN @ (weight.t() if transposed else weight)
+            of_input = (partial_SBK, None) if group is None else _sum(partial_SBK, group)
+        of_weight, of_bias = (None, None) if put_off else of_weights(begun)
+        return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None
+
+
+@_eager
+def _linear(
+    x_SBK: torch.Tensor,
+    weight: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    transposed: bool,
+    group: TensorGroup | None,
+    deferred: DeferredWeights | None,
+) -> torch.Tensor:
+    y_SBN: torch.Tensor = _Linear.apply(x_SBK, weight, bias_N, transposed, group, deferred)  # type: ignore[no-untyped-call]
+    return y_SBN
+
+
+def column_linear(
+    x_SBK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    group: TensorGroup,
+    deferred: DeferredWeights | None = None,
+) -> torch.Tensor:
+    """This rank's columns y_SBN of a linear map, whose matrix and bias are divided by its outputs: a divided region begins."""
+    if group.process_group is None and deferred is None:
+        return F.linear(x_SBK, weight_NK, bias_N)
+    return _linear(x_SBK, weight_NK, bias_N, False, None if group.process_group is None else group, deferred)
+
+
+def row_linear(
+    x_SBK: torch.Tensor,
+    weight_KN: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    group: TensorGroup,
+    deferred: DeferredWeights | None = None,
+) -> torch.Tensor:
+    """The whole result y_SBN of a linear map, whose matrix is divided by its inputs and stored (in, out): a divided region ends.
+
+    With sequence parallelism this rank's rows of it. The bias is whole on every rank.
+    """
+    y_SBN = F.linear(x_SBK, weight_KN.t()) if deferred is None else _linear(x_SBK, weight_KN, None, True, None, deferred)
+    y_SBN = leave(y_SBN, group)
+    return y_SBN if bias_N is None else y_SBN + bias_N
+
+
+# --- The vocabulary --------------------------------------------------------------------------------------------------
+
+
+def vocabulary_embedding(tokens_SB: torch.Tensor, weight_VH: torch.Tensor, start_row: int, group: TensorGroup) -> torch.Tensor:
+    """The embeddings x_SBH of tokens (with sequence parallelism this rank's rows), where it holds V rows from `start_row` on."""
+    if group.process_group is None:
+        return F.embedding(tokens_SB, weight_VH)
+    if weight_VH.shape[0] == 0:
+        # Nothing to look up, but a part of the graph all the same: this rank joins in the backward's collective.
+        return leave(weight_VH.sum() + weight_VH.new_zeros(*tokens_SB.shape, weight_VH.shape[1]), group)
+    row_SB = tokens_SB - start_row
+    elsewhere_SB = (row_SB < 0) | (row_SB >= weight_VH.shape[0])
+    x_SBH = F.embedding(row_SB.masked_fill(elsewhere_SB, 0), weight_VH)
+    return leave(x_SBH.masked_fill(elsewhere_SB[..., None], 0.0), group)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """The loss of `cross_entropy_sum`. Keeps the logits as they are, and their softmax only as its denominator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_SBV: torch.Tensor, column_SB: torch.Tensor, here_SB: torch.Tensor, group: TensorGroup
+    ) -> torch.Tensor:
+        wide_SBV = logits_SBV.to(_wide(logits_SBV))
+        maximum_SB = wide_SBV.amax(-1)
+        all_reduce(maximum_SB, group.process_group, MAX).wait()
+        target_SB = wide_SBV.gather(-1, column_SB[..., None])[..., 0] - maximum_SB
+        sum_SB = (wide_SBV - maximum_SB[..., None]).exp_().sum(-1)
+        both_2SB = torch.stack((sum_SB, target_SB.masked_fill(~here_SB, 0.0)))
+        all_reduce(both_2SB, group.process_group).wait()
+        log_SB = both_2SB[0].log()
+        ctx.save_for_backward(logits_SBV, maximum_SB + log_SB, column_SB, here_SB)
+        return (log_SB - both_2SB[1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_SBV, denominator_SB, column_SB, here_SB = ctx.saved_tensors
+        of_logits_SBV = (logits_SBV.to(denominator_SB.dtype) - denominator_SB[..., None]).exp_()
+        one_hot_SB1 = here_SB[..., None].to(of_logits_SBV.dtype)
+        of_logits_SBV.scatter_add_(-1, column_SB[..., None], -one_hot_SB1)
+        return of_logits_SBV.mul_(gradients[0]).to(logits_SBV.dtype), None, None, None
+
+
+def _wide(logits: torch.Tensor) -> torch.dtype:
+    """The precision that a loss is computed in."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+@_eager
+def cross_entropy_sum(logits_SBV: torch.Tensor, labels_SB: torch.Tensor, start_row: int, group: TensorGroup) -> torch.Tensor:
+    """The negative log likelihood of the labels, summed over all tokens, where this rank has the logits from `start_row` on.
+
+    In fp32, or fp64 where the logits are; the same on all ranks. Every label is one of the ranks' columns; a rank may have none.
+    """
+    if group.process_group is None:
+        return F.cross_entropy(logits_SBV.to(_wide(logits_SBV)).flatten(0, 1), labels_SB.flatten(), reduction="sum")
+    columns, column_SB = logits_SBV.shape[-1], labels_SB - start_row
+    here_SB = (column_SB >= 0) & (column_SB < columns)
+    if columns == 0:
+        logits_SBV = F.pad(logits_SBV, (0, 1), value=-torch.inf)  # one column that adds nothing to the softmax
+    column_SB = column_SB.clamp(0, max(columns, 1) - 1)
+    loss: torch.Tensor = _CrossEntropySum.apply(logits_SBV, column_SB, here_SB, group)  # type: ignore[no-untyped-call]
+    return loss

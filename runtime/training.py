@@ -1,0 +1,497 @@
+"""Training what a plan says: what one worker builds, and the loop of its steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime import checkpoints, huggingface
+from runtime.data import Batches, Order, Tokens, open_data
+from runtime.gradients import Gradients, lane_sections, reduction_ranks, section_parameters
+from runtime.interpreter import Interpreter
+from runtime.launch import ranked_devices
+from runtime.messages import Messages
+from runtime.model import ModelPart
+from runtime.optimizer import Initial, Optimizer, StepFacts
+from runtime.parameters import Parameter, Section, initial_values, model_parameters
+from runtime.peak import gpu_kind_name, memory_peak_bytes, peak_flop_per_s, start_memory_watch
+from runtime.recorder import WARM_UP, Clocks, Recorder, choose_step, gather_trace, measure_offsets
+from runtime.results import RunResult, write_result
+from runtime.settings import DTYPES, Settings, check_runnable
+from runtime.tensor_parallel import DeferredWeights
+from runtime.watch import Watch
+from runtime.world import Connections, World, lane_ranks
+from sim.spec.counts import model_flop
+from sim.spec.plan import LayerRange, Plan, Stage
+from sim.spec.program import Lane, Program
+from sim.spec.reading import InputError
+from sim.spec.transformer import Transformer, to_table
+
+# --- One worker's part of the training -------------------------------------------------------------------------------
+
+
+def recompute_modes(stage: Stage, layers: LayerRange) -> list[str]:
+    """The recompute mode of each layer of a range; where a stage recomputes only some, these are its first ones."""
+    held = [layer for start, stop in stage.layers for layer in range(start, stop)]
+    count = stage.recompute_layers
+    modes = [stage.recompute if count is None or i < count else "none" for i in range(len(held))]
+    return [mode for layer, mode in zip(held, modes, strict=True) if layers[0] <= layer < layers[1]]
+
+
+def model_parts(lane: Lane) -> list[LayerRange]:
+    """The ranges of a lane's layers that its model is built in: the finest in which any of its backwards comes."""
+    found = {part for chunk in lane.layers for m in range(lane.micro_batches) for part in lane.parts(chunk, m, backward=True)}
+    return sorted(
+        part for part in found if not any(other != part and part[0] <= other[0] <= other[1] <= part[1] for other in found)
+    )
+
+
+class Trainer:
+    """One worker's model, optimizer, messages and data, and the step that all of them take together."""
+
+    def __init__(
+        self, world: World, settings: Settings, tokens: Tokens, watch: Watch, initial: Initial | None = None, trace: bool = True
+    ) -> None:
+        plan, lane, transformer = world.plan, world.lane, world.plan.transformer
+        self.world, self.settings, self.plan = world, settings, plan
+        dtype = DTYPES[settings.precision or plan.precision]
+        gradient_dtype = (
+            dtype if dtype == torch.float64 else {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.gradient_precision]
+        )
+        sections = {
+            layers: Section(
+                section_parameters(transformer, lane, layers), layers, world.index, lane.tensor_parallel, dtype, world.device
+            )
+            for layers in lane_sections(transformer, lane)
+        }
+        self.sections = sections
+        self.recorder = Recorder(world.device)
+        self.gradients = Gradients(world, sections, gradient_dtype)
+        deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
+        group = world.tensor_group(plan.sequence_parallel)
+        stage = plan.pipelines[lane.pipeline].stages[lane.stage]
+        parts = {
+            layers: ModelPart(
+                transformer,
+                layers,
+                sections,
+                group,
+                embedding=lane.embedding and layers[0] == 0,
+                head=lane.head and layers[1] == transformer.layers,
+                recompute=recompute_modes(stage, layers),
+                compile_layers=settings.compile,
+                deferred=deferred,
+            )
+            for layers in model_parts(lane)
+        }
+        self.gradients.attach()
+        self.optimizer = Optimizer(world, sections, self.gradients, settings, dtype)
+        self.optimizer.initialise(initial or _drawn(transformer, settings.seed))
+        self.consumed = 0
+        """Samples used so far."""
+        self.interpreter = Interpreter(
+            world,
+            parts,
+            Batches(tokens, Order(tokens.samples, settings.seed), plan),
+            Messages(world, dtype),
+            self.gradients,
+            self.optimizer,
+            self.recorder,
+            watch,
+            deferred,
+        )
+
+    def step(self, step: int) -> StepFacts:
+        """What the step of this number, counted from 0, did."""
+        facts = self.interpreter.iteration(step, self.consumed)
+        self.consumed += self.plan.global_batch
+        return facts
+
+    def weights(self) -> Iterator[tuple[Parameter, torch.Tensor | None]]:
+        """All parameters, whole, in canonical order, on the first rank; None on the others, which take part."""
+        control = self.world.control
+        for parameter in model_parameters(self.plan.transformer):
+            mine = [
+                (segment.start, segment.stop, section.values[segment.offset : segment.offset + segment.size].cpu())
+                for section in self.sections.values()
+                for segment in section.segments
+                if segment.parameter.name == parameter.name
+            ]
+            found: list[Any] = [mine]
+            if control is not None:
+                everyone: list[Any] | None = [None] * len(self.world.everyone) if self.world.rank == 0 else None
+                dist.gather_object(mine, everyone, group=control, dst=0)
+                found = everyone or []
+            if self.world.rank != 0:
+                yield parameter, None
+                continue
+            whole = torch.empty(parameter.size, dtype=mine[0][2].dtype if mine else torch.float32)
+            whole = whole.to(next((rows.dtype for held in found for _, _, rows in held), whole.dtype))
+            for held in found:
+                for start, stop, rows in held:
+                    whole[start * parameter.row_size : stop * parameter.row_size] = rows
+            yield parameter, whole if parameter.width is None else whole.view(parameter.rows, parameter.width)
+
+    # --- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, step: int) -> Path:
+        """The checkpoint that it wrote, of a training that has done so many steps."""
+        facts = {
+            "model": to_table(self.plan.transformer),
+            "optimizer": self.plan.optimizer,
+            "sequence_length": self.plan.sequence_length,
+            "seed": self.settings.seed,
+            "data": self.settings.data,
+            "step": step,
+            "consumed": self.consumed,
+            **self.optimizer.facts(),
+        }
+        return checkpoints.save(folder, step, self.optimizer.saved(), facts, self.world.control, self.settings.keep_checkpoints)
+
+    def resume(self, checkpoint: Path) -> int:
+        """The steps that the training of a checkpoint has done. Raises InputError for one of another model or optimizer."""
+        facts = checkpoints.read_facts(checkpoint)
+        _check_facts(checkpoint, facts, self.plan, self.settings)
+        checkpoints.load(checkpoint, self.optimizer.wanted(), self.world.control)
+        self.optimizer.resume(facts)
+        self.consumed = int(facts["consumed"])
+        return int(facts["step"])
+
+
+def _drawn(transformer: Transformer, seed: int) -> Initial:
+    return lambda parameter, start, stop: initial_values(transformer, parameter, start, stop, seed)
+
+
+def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, settings: Settings) -> None:
+    """Nothing. Raises InputError where a checkpoint is of another training than the plan and the settings say."""
+    ours = to_table(plan.transformer)
+    theirs = facts["model"]
+    for key in sorted((set(ours) | set(theirs)) - {"name"}):
+        if ours.get(key) != theirs.get(key):
+            name, wanted = plan.transformer.name, ours.get(key)
+            raise InputError(f"{checkpoint}: is of another model: its {key} is {theirs.get(key)}, but that of {name} is {wanted}")
+    expected = {
+        "optimizer": plan.optimizer,
+        "sequence_length": plan.sequence_length,
+        "seed": settings.seed,
+        "data": settings.data,
+    }
+    for key, value in expected.items():
+        if facts[key] != value:
+            raise InputError(
+                f"{checkpoint}: was trained with {key.replace('_', ' ')} {facts[key]}, but this run has {value}; its samples, or "
+                "the optimizer's states, would not be the same"
+            )
+
+
+LEAST_START_S = 60.0
+"""The least time that workers have to find one another."""
+
+# --- The worker ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the launcher tells a worker."""
+
+    rank: int
+    local_rank: int
+    workers: int
+
+
+def train(plan: Plan, settings: Settings, watch: Watch) -> None:
+    """Nothing; trains, as the worker that the environment says, what the plan says.
+
+    Raises InputError where a user's mistake shows, OSError where the disk fails, RuntimeError where another worker is lost.
+    """
+    place = _Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    watch.phase = "starting"
+    # Workers start unevenly, on a busy machine by more than they may wait for one another afterwards.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=max(settings.timeout_s, LEAST_START_S)))
+    _train(plan, settings, watch, place)
+    dist.destroy_process_group()  # not after a failure: a group that has lost a member may wait for it
+
+
+def _device(settings: Settings, place: _Place, plan: Plan) -> torch.device:
+    """The torch device of this worker: the GPU that its device names; else by the workers' order, shared where gloo allows it."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise InputError("this machine has no GPU that torch can use; accepted: --device cpu")
+    workers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = place.rank - place.local_rank
+    indices = [int(name.rpartition("/")[2]) for name in ranked_devices(plan)[first : first + workers_here]]
+    if workers_here > count and settings.chosen_backend == "nccl":
+        raise InputError(f"this node has {workers_here} workers, but {count} GPUs; with --backend gloo several may share one")
+    # The plan's own numbers, unless there are fewer GPUs, or a plan of several nodes runs on one.
+    own = len(set(indices)) == workers_here and max(indices) < count
+    device = torch.device("cuda", indices[place.local_rank] if own else place.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
+    program = check_runnable(plan, settings)
+    problem: Exception | None = None
+    device = torch.device("cpu")
+    try:
+        device = _device(settings, place, plan)
+        _set_precision(settings.precision or plan.precision)
+    except InputError as error:
+        problem = error
+    _agree(problem)
+    start_memory_watch()
+    connections = Connections(device, settings.chosen_backend, settings.timeout_s)
+    connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
+    world = World(plan, program, connections)
+    trainer, done = _together(world, lambda: _built(world, program, settings, watch))
+    kind = _kind(device)
+    peak, measured = _peak(world, settings.precision or plan.precision, kind)
+    run = _Run(trainer, watch, done, peak, measured, kind)
+    run.train()
+
+
+def _agree(problem: Exception | None) -> None:
+    """As `World.agree`, over the default group."""
+    problems: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next((found for found in problems if found is not None), None)
+    if first is not None:
+        raise first
+
+
+def _together(world: World, work: Callable[[], tuple[Trainer, int]]) -> tuple[Trainer, int]:
+    """What the work gives; a mistake that one worker finds, all raise."""
+    problem: Exception | None = None
+    result: tuple[Trainer, int] | None = None
+    try:
+        result = work()
+    except (InputError, OSError) as error:
+        problem = error
+    world.agree(problem)
+    assert result is not None
+    return result
+
+
+def _built(world: World, program: Program, settings: Settings, watch: Watch) -> tuple[Trainer, int]:
+    """The trainer, and the steps it has done: those of the checkpoint that it resumes."""
+    plan = world.plan
+    tokens = open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
+    if tokens.samples < plan.global_batch:
+        raise InputError(
+            f"{settings.data}: has {tokens.samples} samples of {plan.sequence_length} tokens, but one batch takes "
+            f"{plan.global_batch}"
+        )
+    if settings.save_weights is not None and world.rank == 0:
+        huggingface.prepare_save(settings.save_weights, plan.transformer)
+    initial: Initial | None = None
+    if settings.weights is not None:
+        initial = huggingface.load_weights(settings.weights, plan.transformer).rows
+    checkpoint: Path | None = None
+    if settings.checkpoints is not None:
+        checkpoint = checkpoints.latest(settings.checkpoints)
+        if settings.resume and checkpoint is None:
+            raise InputError(f"{settings.checkpoints}: holds no complete checkpoint to resume")
+        if checkpoint is not None and not settings.resume:
+            raise InputError(
+                f"{settings.checkpoints}: holds {checkpoint.name} of an earlier run; resume it with --resume, or name another "
+                "folder"
+            )
+    if checkpoint is not None:
+        _check_facts(checkpoint, checkpoints.read_facts(checkpoint), plan, settings)
+    trainer = Trainer(world, settings, tokens, watch, initial)
+    done = 0
+    if checkpoint is not None:
+        watch.phase = f"resuming {checkpoint}"
+        done = trainer.resume(checkpoint)
+        if done >= settings.steps:
+            raise InputError(
+                f"{checkpoint}: has done {done} steps; --steps counts all, and must be more, but got {settings.steps}"
+            )
+    return trainer, done
+
+
+def _set_precision(precision: str) -> None:
+    """fp32 is fp32; only tf32 may use the tensor cores' shorter one."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def _kind(device: torch.device) -> str:
+    """The GPU kind of a device, by our name or, if it is unknown, torch's; CPU for the CPU."""
+    if device.type == "cpu":
+        return "CPU"
+    facts = torch.cuda.get_device_properties(device)
+    return gpu_kind_name(facts.name, facts.total_memory) or str(facts.name)
+
+
+def _peak(world: World, precision: str, kind: str) -> tuple[float | None, bool]:
+    """The peak FLOP/s of this worker's device, and whether it was measured: by all workers at once, as they share the cores."""
+    if world.control is not None:
+        dist.barrier(group=world.control)
+    return peak_flop_per_s(world.device, precision)
+
+
+class _Run:
+    """The loop of one worker, and what the first rank tells and writes of it."""
+
+    def __init__(self, trainer: Trainer, watch: Watch, done: int, peak: float | None, measured: bool, kind: str) -> None:
+        self.trainer, self.watch, self.done = trainer, watch, done
+        self.world, self.settings, self.plan = trainer.world, trainer.settings, trainer.plan
+        mine = (self.world.device_name, peak, kind, measured)
+        everyone: list[Any] = [mine]
+        if self.world.control is not None:
+            everyone = [None] * len(self.world.everyone)
+            dist.all_gather_object(everyone, mine, group=self.world.control)
+        self.kinds = {name: kind for name, _, kind, _ in everyone}
+        known = all(peak is not None for _, peak, _, _ in everyone)
+        self.peaks: dict[str, float] = {name: peak for name, peak, _, _ in everyone} if known else {}
+        self.measured = any(measured for *_, measured in everyone)
+        self.facts: list[StepFacts] = []
+        self.step_s: list[float] = []
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker speaks for all."""
+        return self.world.rank == 0
+
+    def train(self) -> None:
+        """Nothing; does all steps, with their checkpoints, and leaves the results."""
+        settings, watch, trainer = self.settings, self.watch, self.trainer
+        self._tell_start()
+        began = measure_offsets(self.world.control)
+        self._synchronise()
+        watch.phase = "training"
+        before_s = time.perf_counter()
+        for step in range(self.done, settings.steps):
+            facts = trainer.step(step)
+            self._wait_for_device()
+            now_s = time.perf_counter()
+            self.facts.append(facts)
+            self.step_s.append(now_s - before_s)
+            self._tell_step(step, facts, now_s - before_s)
+            every = settings.checkpoint_every
+            if settings.checkpoints is not None and ((every and (step + 1) % every == 0) or step + 1 == settings.steps):
+                watch.phase = f"saving the checkpoint of step {step + 1}"
+                saved = trainer.save(settings.checkpoints, step + 1)
+                self._tell(f"saved {saved}")
+                watch.phase = "training"
+                self._synchronise()
+            before_s = time.perf_counter()
+        watch.phase = "ending"
+        self._save_weights()
+        self._leave_results(Clocks(began, measure_offsets(self.world.control)))
+
+    def _wait_for_device(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def _synchronise(self) -> None:
+        if self.world.control is not None:
+            dist.barrier(group=self.world.control)
+
+    # --- What people see ---------------------------------------------------------------------------------------------
+
+    def _tell(self, line: str) -> None:
+        if self.first:
+            print(line, flush=True)
+
+    def _tell_start(self) -> None:
+        plan, peaks = self.plan, self.peaks
+        flop = model_flop(plan.transformer, plan.global_batch, plan.sequence_length)
+        where = f"{len(self.kinds)} x {'/'.join(sorted(set(self.kinds.values())))}"
+        self._tell(
+            f"training {plan.transformer.name} on {where}: {plan.global_batch} sequences of {plan.sequence_length} tokens and "
+            f"{flop / 1e12:.4g} TFLOP a step"
+        )
+        if peaks and self.measured:
+            self._tell(
+                f"peak of all workers: {sum(peaks.values()) / 1e9:,.0f} GFLOP/s, measured with matmuls; MFU is relative to it"
+            )
+        elif not peaks:
+            self._tell("the peak FLOP/s of these devices is not known, so there is no MFU")
+        if self.done:
+            self._tell(f"resumed after step {self.done}, at sample {self.trainer.consumed}")
+
+    def _tell_step(self, step: int, facts: StepFacts, step_s: float) -> None:
+        if not self.first:
+            return
+        plan, settings = self.plan, self.settings
+        tokens = plan.global_batch * plan.sequence_length
+        mfu = ""
+        if self.peaks:
+            flop = model_flop(plan.transformer, plan.global_batch, plan.sequence_length)
+            mfu = f"  MFU {100 * flop / step_s / sum(self.peaks.values()):5.2f} %"
+        skipped = "  skipped: the gradient overflowed" if facts.skipped else ""
+        self._tell(
+            f"step {step + 1:>{len(str(settings.steps))}}/{settings.steps}  loss {facts.loss:8.5f}  gradient norm "
+            f"{facts.gradient_norm:8.4f}  {step_s * 1e3:9.1f} ms  {tokens / step_s:10,.0f} tokens/s{mfu}{skipped}"
+        )
+
+    # --- What stays --------------------------------------------------------------------------------------------------
+
+    def _save_weights(self) -> None:
+        folder = self.settings.save_weights
+        if folder is None:
+            return
+        self.watch.phase = f"saving the weights to {folder}"
+        problem: Exception | None = None
+        weights = self.trainer.weights()
+        if self.first:
+            try:
+                dtype = self.trainer.sections[next(iter(self.trainer.sections))].values.dtype
+                huggingface.save_weights(folder, self.plan.transformer, ((p, w) for p, w in weights if w is not None), dtype)
+                self._tell(f"saved the weights in {folder}")
+            except (InputError, OSError) as error:
+                problem = error
+        for _ in weights:  # the other ranks take part; and so does the first for what a failure left
+            pass
+        self.world.agree(problem)
+
+    def _leave_results(self, clocks: Clocks) -> None:
+        settings, world, recorder = self.settings, self.world, self.trainer.recorder
+        if settings.results is None:
+            return
+        kept = recorder.steps
+        # Where early steps are forgotten already, there is no warm-up among those kept.
+        left_out = WARM_UP if len(kept) == len(self.step_s) else 0
+        trace = gather_trace(
+            recorder,
+            clocks,
+            plan=self.plan,
+            program=world.program,
+            lane=world.lane,
+            is_first_of_lane=world.index == 0,
+            cluster_name=self.plan.cluster,
+            device_name=world.device_name,
+            step=kept[choose_step([self.step_s[step - self.done] for step in kept], left_out)],
+            peak_bytes=memory_peak_bytes(world.device),
+            process_group=world.control,
+        )
+        if trace is None:
+            return
+        iteration_s = self.step_s[choose_step(self.step_s)]
+        result = RunResult(
+            trace=trace,
+            losses=tuple(facts.loss for facts in self.facts),
+            step_s=tuple(self.step_s),
+            learning_rates=tuple(facts.learning_rate for facts in self.facts),
+            gradient_norms=tuple(facts.gradient_norm for facts in self.facts),
+            first_step=self.done,
+            iteration_s=iteration_s,
+            tokens_per_s=self.plan.global_batch * self.plan.sequence_length / iteration_s,
+            peak_flop_per_s=self.peaks,
+            peak_measured=self.measured,
+            device_kinds=self.kinds,
+            resumed_from=self.done or None,
+        )
+        write_result(settings.results, result)

@@ -1,0 +1,157 @@
+"""Where one worker stands: its rank, device and lane, and the process groups that it is a member of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from runtime.launch import ranked_devices
+from runtime.tensor_parallel import TensorGroup
+from sim.spec.plan import Plan
+from sim.spec.program import Lane, Program, Send
+
+Ranks = tuple[int, ...]
+
+NCCL_GRACE_S = 10.0
+"""How much longer NCCL may wait than the watchdog does."""
+
+
+def lane_ranks(plan: Plan, program: Program) -> Mapping[str, Ranks]:
+    """The ranks of every lane, ascending, as torch has them in its groups: a lane's shards follow the ranks."""
+    rank_of = {name: rank for rank, name in enumerate(ranked_devices(plan))}
+    return {lane.name: tuple(sorted(rank_of[device] for device in lane.devices)) for lane in program.lanes}
+
+
+class Connections:
+    """The process groups of one process, made by all processes of torch's default group together, which is gloo's.
+
+    With NCCL each pair of devices that exchange messages has a communicator for each direction besides, so that no message
+    waits behind one that goes the other way.
+    """
+
+    def __init__(self, device: torch.device, backend: str = "gloo", timeout_s: float = 60.0) -> None:
+        self.device, self.backend, self.timeout_s = device, backend, timeout_s
+        self.rank = dist.get_rank()
+        self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._controls: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+
+    def connect(self, plan: Plan, program: Program, reductions: Iterable[Ranks]) -> None:
+        """Nothing; makes the groups of a plan that there are not yet: of all its workers, its lanes and the reductions.
+
+        All processes call it alike, those that are no members of a group too. (Groups that only their members make would be
+        cheaper, but their names depend on how many others a process has, in torch 2.13.)
+        """
+        ranks = lane_ranks(plan, program)
+        everyone = tuple(range(len(plan.devices)))
+        if everyone not in self._controls:
+            self._controls[everyone] = self._new_group(everyone, "gloo")
+            if self.backend == "gloo":
+                self._groups[everyone] = self._controls[everyone]
+        for members in sorted({*reductions, *ranks.values(), everyone}):
+            if members not in self._groups and len(members) > 1:
+                self._groups[members] = self._new_group(members, self.backend)
+        if self.backend == "nccl":
+            for pair in sorted(_pairs(program, ranks) - self._channels.keys()):
+                self._channels[pair] = self._new_group(pair, self.backend)
+
+    def _new_group(self, ranks: Ranks, backend: str) -> dist.ProcessGroup | None:
+        """The group; None where this process is no member."""
+        # NCCL ends a process that waits too long without a word, so the watchdog must be the first to see it.
+        timeout_s = self.timeout_s + (NCCL_GRACE_S if backend == "nccl" else 0.0)
+        made = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
+        if self.rank not in ranks:
+            return None
+        assert isinstance(made, dist.ProcessGroup)
+        if backend == "nccl":
+            # A communicator is made at its first use, by all members at once; here and not where one of them may be busy.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+        return made
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group of these ranks, this process among them."""
+        return _member(self._groups[ranks])
+
+    def control(self, everyone: Ranks) -> dist.ProcessGroup:
+        """The gloo group of all workers of a plan."""
+        return _member(self._controls[everyone])
+
+    def message_group(self, sender: int, receiver: int, everyone: Ranks) -> dist.ProcessGroup:
+        """The group that messages from one worker to another go through."""
+        return _member(self._channels[sender, receiver]) if self.backend == "nccl" else self.control(everyone)
+
+
+def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None
+    return group
+
+
+def _pairs(program: Program, ranks: Mapping[str, Ranks]) -> set[tuple[int, int]]:
+    """Sender and receiver of all messages between workers."""
+    found = set()
+    for lane in program.lanes:
+        for peer in {i.peer for i in lane.instructions if isinstance(i, Send)}:
+            found |= {(a, b) for a in ranks[lane.name] for b in ranks[peer]}
+    return found
+
+
+class World:
+    """The workers of a plan, seen from one of them. Each is one device; ranks follow `ranked_devices`.
+
+    The default group may have more processes than the plan has devices: the first ones are its workers. `connections` must
+    have the plan's groups.
+    """
+
+    def __init__(self, plan: Plan, program: Program, connections: Connections) -> None:
+        self.plan, self.program, self._connections = plan, program, connections
+        self.rank, self.device, self.backend = connections.rank, connections.device, connections.backend
+        self.devices = ranked_devices(plan)
+        self.ranks = lane_ranks(plan, program)
+        self.lane: Lane = next(lane for lane in program.lanes if self.rank in self.ranks[lane.name])
+        self.index = self.ranks[self.lane.name].index(self.rank)
+        self.everyone = tuple(range(len(self.devices)))
+        self.control = connections.control(self.everyone) if len(self.everyone) > 1 else None
+        """All workers of the plan, always through gloo: for errors, clocks and checkpoints. None where there is one."""
+
+    @property
+    def device_name(self) -> str:
+        """The plan's name of this worker's device."""
+        return self.devices[self.rank]
+
+    def lanes_text(self, names: Sequence[str], most: int = 3) -> str:
+        """Lanes with their devices, as in 'p0s0 (a100/0, a100/1), p1s0 (v100/0)', not more than `most` by name."""
+        shown = [f"{name} ({', '.join(self.program.by_name[name].devices)})" for name in names[:most]]
+        return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group of these ranks, this worker among them."""
+        return self._connections.group(ranks)
+
+    def tensor_group(self, sequence_parallel: bool) -> TensorGroup:
+        """This worker's tensor-parallel group."""
+        ranks = self.ranks[self.lane.name]
+        process_group = self.group(ranks) if len(ranks) > 1 else None
+        return TensorGroup(self.index, len(ranks), process_group, sequence_parallel)
+
+    def message(self, sender: int, receiver: int, tag: int) -> tuple[dist.ProcessGroup, int]:
+        """The group and the tag of a message. With NCCL messages of a pair go in their order, with gloo by tag."""
+        group = self._connections.message_group(sender, receiver, self.everyone)
+        return group, 0 if self.backend == "nccl" else tag
+
+    def agree(self, problem: Exception | None) -> None:
+        """Nothing where no worker has a problem; else all raise that of the first rank which has one.
+
+        What goes wrong before the first step is so told by all alike, and no worker waits for one that has ended.
+        """
+        if self.control is None:
+            if problem is not None:
+                raise problem
+            return
+        problems: list[Exception | None] = [None] * len(self.everyone)
+        dist.all_gather_object(problems, problem, group=self.control)
+        first = next((found for found in problems if found is not None), None)
+        if first is not None:
+            raise first

@@ -1,0 +1,231 @@
+"""Training by a plan equals training in one process, whatever the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from runtime.data import Order as SampleOrder
+from runtime.data import open_data
+from runtime.settings import Settings, check_runnable
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.reading import InputError
+from sim.spec.transformer import Transformer
+from tests.runtime.reference import initial_weights, train
+from tests.runtime.workers import WORKERS, Order, Outcome, Workers, token_file
+from tests.strategies import plans
+
+STEPS = 5
+TOKENS = 4000
+
+LLAMA = Transformer(name="small-llama", layers=4, hidden=32, ffn=48, heads=4, kv_heads=2, vocab=96)
+GPT = Transformer(
+    name="small-gpt",
+    layers=4,
+    hidden=32,
+    ffn=64,
+    heads=4,
+    vocab=90,
+    padded_vocab=96,
+    activation="gelu",
+    norm="layernorm",
+    attention_bias="all",
+    mlp_bias=True,
+    position="learned",
+    max_positions=128,
+    tied_embeddings=True,
+)
+
+
+def pipeline(micro_batch: int, micro_batches: int, *stages: tuple[object, ...]) -> Pipeline:
+    """A pipeline of stages (layers, devices) or (layers, (devices, sequences), ...), with a recompute mode at the end if any."""
+    made = []
+    for layers, *rest in stages:
+        mode = rest.pop() if isinstance(rest[-1], str) and rest[-1] in ("none", "selective", "full") else "none"
+        replicas = (
+            tuple(Replica(tuple(f"n/{i}" for i in devices), sequences) for devices, sequences in rest)  # type: ignore[misc]
+            if isinstance(rest[0][0], tuple)  # type: ignore[index]
+            else (Replica(tuple(f"n/{i}" for i in rest[0]), micro_batch),)  # type: ignore[attr-defined]
+        )
+        made.append(Stage(replicas, (layers,), mode))  # type: ignore[arg-type]
+    return Pipeline(micro_batch, micro_batches, tuple(made))
+
+
+def plan_of(model: Transformer, *pipelines: Pipeline, **more: object) -> Plan:
+    return Plan(
+        cluster="test",
+        model=model,
+        sequence_length=16,
+        global_batch=sum(p.sequences for p in pipelines),
+        pipelines=pipelines,
+        precision="fp32",
+        **{"zero_stage": 0, **more},  # type: ignore[arg-type]
+    )
+
+
+PLANS = {
+    "one device": plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0,)))),
+    "tensor parallel": plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0, 1, 2, 3)))),
+    "sequence parallel": plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), sequence_parallel=True),
+    "degrees 4 to 2": plan_of(LLAMA, pipeline(1, 4, ((0, 3), (0, 1, 2, 3)), ((3, 4), (4, 5)))),
+    "degrees 1 to 4 with sequence parallel": plan_of(
+        LLAMA, pipeline(2, 3, ((0, 1), (5,)), ((1, 4), (0, 1, 2, 3))), sequence_parallel=True
+    ),
+    "devices in any order": plan_of(
+        LLAMA, pipeline(2, 2, ((0, 2), (3, 0)), ((2, 4), (2, 1))), pipeline(1, 1, ((0, 4), (5, 4))), sequence_parallel=True
+    ),
+    "three stages, gpipe": plan_of(
+        LLAMA, pipeline(1, 4, ((0, 2), (0,)), ((2, 3), (1, 2)), ((3, 4), (3,), "full")), schedule="gpipe"
+    ),
+    "unlike cuts": plan_of(
+        LLAMA, pipeline(1, 3, ((0, 1), (0,)), ((1, 4), (1,))), pipeline(2, 2, ((0, 3), (2,)), ((3, 4), (3, 4)))
+    ),
+    "degrees 2, 1 and 2 for the same layers": plan_of(
+        LLAMA, pipeline(1, 2, ((0, 4), (0, 1))), pipeline(2, 1, ((0, 4), (2,))), pipeline(1, 3, ((0, 2), (3, 4)), ((2, 4), (5,)))
+    ),
+    "degree 4 beside 1, sequence parallel": plan_of(
+        LLAMA, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), pipeline(1, 3, ((0, 4), (4,))), sequence_parallel=True
+    ),
+    "uneven replicas": plan_of(LLAMA, pipeline(4, 2, ((0, 2), ((0,), 3), ((1, 2), 1)), ((2, 4), ((3,), 2), ((4, 5), 2)))),
+    "tied embeddings over stages": plan_of(
+        GPT, pipeline(1, 3, ((0, 2), (0, 1), "selective"), ((2, 4), (2,))), pipeline(2, 2, ((0, 4), (3,), "full"))
+    ),
+    "tied embeddings, sequence parallel": plan_of(
+        GPT, pipeline(2, 2, ((0, 3), (0, 1)), ((3, 4), (2, 3))), pipeline(1, 1, ((0, 4), (4, 5))), sequence_parallel=True
+    ),
+    "ends alone": plan_of(GPT, pipeline(1, 3, ((0, 0), (0,)), ((0, 4), (1, 2)), ((4, 4), (3,)))),
+    "zero 1, unequal replicas": plan_of(
+        LLAMA, pipeline(1, 2, ((0, 4), (0, 1))), pipeline(2, 1, ((0, 1), (2,)), ((1, 4), (3,))), zero_stage=1
+    ),
+    "zero 1, tied, sequence parallel": plan_of(
+        GPT,
+        pipeline(2, 2, ((0, 2), (0, 1)), ((2, 4), (2,))),
+        pipeline(1, 3, ((0, 4), (3, 4))),
+        zero_stage=1,
+        sequence_parallel=True,
+    ),
+    "zero 2, unequal degrees": plan_of(
+        LLAMA, pipeline(1, 3, ((0, 4), (0, 1, 2, 3))), pipeline(2, 3, ((0, 4), (4,))), zero_stage=2
+    ),
+    "zero 2, two stages, uneven replicas": plan_of(
+        GPT, pipeline(3, 2, ((0, 3), ((0,), 1), ((1, 2), 2)), ((3, 4), ((3,), 2), ((4,), 1))), zero_stage=2
+    ),
+    "reductions after the backward": plan_of(
+        LLAMA, pipeline(1, 2, ((0, 4), (0,))), pipeline(1, 2, ((0, 2), (1,)), ((2, 4), (2,))), overlap_gradients=False
+    ),
+}
+
+
+def settings_of(plan: Plan, data: Path, **more: object) -> Settings:
+    values = {"steps": STEPS, "data": f"tokens:{data}", "learning_rate": 1e-2, "warm_up_steps": 2, "clip_norm": 0.5, "seed": 3}
+    return Settings(**{**values, **more})  # type: ignore[arg-type]
+
+
+def reference(
+    plan: Plan, chosen: Settings, dtype: torch.dtype, sizes: list[int] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of the same training in this process, with batches of these sizes if not the plan's."""
+    model = plan.transformer
+    tokens = open_data(chosen.data, "auto", model.vocab, plan.sequence_length)
+    order = SampleOrder(tokens.samples, chosen.seed)
+    batches, consumed = [], 0
+    for size in sizes or [plan.global_batch] * chosen.steps:
+        at = range(consumed, consumed + size)
+        consumed += size
+        windows = torch.stack([torch.as_tensor(tokens.window(order.sample(position))) for position in at])
+        batches.append((windows[:, :-1], windows[:, 1:]))
+    weights = initial_weights(model, chosen.seed, dtype)
+    losses = train(model, weights, batches, plan.optimizer, chosen)
+    return losses, {name: weight.detach() for name, weight in weights.items()}
+
+
+def assert_equal(outcome: Outcome, losses: list[float], weights: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert outcome.losses == pytest.approx(losses, abs=tolerance, rel=tolerance)
+    assert outcome.weights.keys() == weights.keys()
+    for name, weight in weights.items():
+        error = (outcome.weights[name] - weight).abs().max().item()
+        assert error <= tolerance, f"{name} differs by {error}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_and_parameters_equal_those_of_one_process_in_fp64(name: str, workers: Workers, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64")
+    outcome = workers.train(Order(plan, chosen, bucket_parameters=1000))
+    assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+@pytest.mark.parametrize("name", ["uneven replicas", "tied embeddings over stages", "zero 1, unequal replicas"])
+def test_losses_in_fp32_equal_those_of_one_process(name: str, workers: Workers, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLANS[name], optimizer="sgd")
+    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS))
+    outcome = workers.train(Order(plan, chosen))
+    losses, weights = reference(plan, chosen, torch.float32)
+    assert outcome.losses == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    for key, weight in weights.items():
+        assert (outcome.weights[key] - weight).norm() <= 1e-5 * weight.norm(), key
+
+
+# --- Random plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What the strategy of plans needs of a cluster."""
+
+    name: str = "test"
+    devices: tuple[Device, ...] = tuple(Device(f"n/{i}") for i in range(WORKERS))
+
+
+@st.composite
+def runnable_plans(draw: DrawFn) -> Plan:
+    """Random plans of up to WORKERS devices that the runtime accepts, of small models of both families."""
+    base = draw(st.sampled_from((LLAMA, GPT)))
+    model = dataclasses.replace(base, layers=draw(st.integers(1, 4)), tied_embeddings=draw(st.booleans()), name="random")
+    plan = draw(plans(Devices(), model))  # type: ignore[arg-type]
+    plan = dataclasses.replace(
+        plan,
+        sequence_length=16,
+        zero_stage=min(plan.zero_stage, 2),
+        precision="fp32",
+        gradient_precision="fp32",
+    )
+    try:
+        check_runnable(plan, Settings(steps=1, data="tokens:x"))
+    except InputError:
+        plan = dataclasses.replace(plan, zero_stage=0)
+        check_runnable(plan, Settings(steps=1, data="tokens:x"))
+    return plan
+
+
+def check_random_plan(plan: Plan, buckets: int | None, workers: Workers, folder: Path) -> None:
+    chosen = settings_of(plan, token_file(folder, plan.transformer.vocab, TOKENS), precision="fp64", steps=3)
+    outcome = workers.train(Order(plan, chosen, bucket_parameters=buckets))
+    assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+SHARED_FOLDER = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=12, suppress_health_check=SHARED_FOLDER)
+@given(plan=runnable_plans(), buckets=st.sampled_from((None, 1000)))
+def test_random_plans_equal_one_process(plan: Plan, buckets: int | None, workers: Workers, tmp_path: Path) -> None:
+    check_random_plan(plan, buckets, workers, tmp_path)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, suppress_health_check=SHARED_FOLDER)
+@given(plan=runnable_plans(), buckets=st.sampled_from((None, 1000)))
+def test_a_hundred_random_plans_equal_one_process(plan: Plan, buckets: int | None, workers: Workers, tmp_path: Path) -> None:
+    check_random_plan(plan, buckets, workers, tmp_path)

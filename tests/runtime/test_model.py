@@ -1,0 +1,352 @@
+"""The runtime's model against the plain one of `reference`, and against Hugging Face's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.model import ModelPart
+from runtime.parameters import Section, place_parameters
+from runtime.tensor_parallel import DeferredWeights, TensorGroup
+from sim.spec.counts import layer_activation_bytes
+from sim.spec.plan import LayerRange
+from sim.spec.reading import InputError
+from sim.spec.transformer import Transformer
+from tests.runtime.reference import Weights, gradients_of, reference_logits, reference_loss, rough_weights, sections_of
+
+ALONE = TensorGroup(0, 1, None)
+
+LLAMA = Transformer("a llama", 3, 16, 24, 4, 29, kv_heads=2, padded_vocab=32, rope_theta=500.0, norm_epsilon=1e-3)
+GPT = Transformer(
+    "a gpt",
+    layers=3,
+    hidden=16,
+    ffn=40,
+    heads=4,
+    vocab=29,
+    padded_vocab=32,
+    activation="gelu",
+    norm="layernorm",
+    attention_bias="all",
+    mlp_bias=True,
+    position="learned",
+    max_positions=9,
+    tied_embeddings=True,
+)
+MODELS: Mapping[str, Transformer] = {
+    "llama with grouped keys": LLAMA,
+    "gpt": GPT,
+    "one key head": replace(LLAMA, kv_heads=1),
+    "heads of another width": replace(LLAMA, kv_heads=4, head_dim=6),
+    "tied llama": replace(LLAMA, tied_embeddings=True),
+    "biases of query, key and value": replace(LLAMA, attention_bias="qkv"),
+    "biases in a gated mlp": replace(LLAMA, attention_bias="output", mlp_bias=True),
+    "a window and grouped keys": replace(LLAMA, sliding_window=3),
+    "a window as long as the sequence": replace(GPT, sliding_window=8),
+    "a window in a gpt": replace(GPT, sliding_window=1),
+    "relu, no final norm": replace(GPT, activation="relu", final_norm=False, tied_embeddings=False),
+    "nothing but the tied embedding behind the layers": replace(GPT, final_norm=False),
+    "rotary gpt": replace(GPT, position="rotary", max_positions=0),
+    "no padding": replace(LLAMA, padded_vocab=29),
+}
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def batch_BS() -> Batch:
+    """Two sequences of eight tokens, and their labels."""
+    tokens = torch.randint(0, 29, (2, 9), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def close_gradients(actual: Weights, weights: Weights, tolerance: float = 1e-12) -> None:
+    """Asserts that all weights have these gradients."""
+    assert actual.keys() == weights.keys()
+    for name, weight in weights.items():
+        expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        torch.testing.assert_close(actual[name], expected, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name))
+
+
+def whole_model(
+    transformer: Transformer, weights: Weights, recompute: str | Sequence[str] = "none", **options: Any
+) -> tuple[ModelPart, dict[LayerRange, Section]]:
+    sections = sections_of(transformer, weights)
+    modes = [recompute] * transformer.layers if isinstance(recompute, str) else recompute
+    return ModelPart(transformer, (0, transformer.layers), sections, ALONE, True, True, modes, **options), sections
+
+
+def mean_loss(part: ModelPart, batch_BS: Batch) -> torch.Tensor:
+    tokens, labels = batch_BS
+    loss: torch.Tensor = part(tokens.T, labels.T) / labels.numel()
+    return loss
+
+
+# --- Against the plain model -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_are_those_of_the_plain_model(name: str, batch_BS: Batch) -> None:
+    weights = rough_weights(MODELS[name], seed=0)
+    expected = reference_loss(MODELS[name], weights, *batch_BS)
+    expected.backward()
+    part, sections = whole_model(MODELS[name], weights)
+    loss = mean_loss(part, batch_BS)
+    loss.backward()
+    close(loss, expected)
+    close_gradients(gradients_of(sections), weights)
+
+
+@pytest.mark.parametrize("name", ["llama with grouped keys", "gpt"])
+def test_logits_leave_out_the_padding_of_the_vocabulary(name: str, batch_BS: Batch) -> None:
+    weights = rough_weights(MODELS[name], seed=0)
+    part, _ = whole_model(MODELS[name], weights)
+    logits_SBV = part.logits(batch_BS[0].T)
+    assert logits_SBV.shape == (8, 2, 29)
+    close(logits_SBV.transpose(0, 1), reference_logits(MODELS[name], weights, batch_BS[0]))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", ("full", "none", "selective")])
+@pytest.mark.parametrize("transformer", [LLAMA, replace(GPT, sliding_window=3)], ids=["llama", "gpt"])
+def test_recomputation_changes_no_gradient(transformer: Transformer, recompute: str | Sequence[str], batch_BS: Batch) -> None:
+    weights = rough_weights(transformer, seed=0)
+    gradients = []
+    for modes in ("none", recompute):
+        part, sections = whole_model(transformer, weights, modes)
+        mean_loss(part, batch_BS).backward()
+        gradients.append(gradients_of(sections))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
+
+
+@pytest.mark.parametrize("transformer", [LLAMA, GPT, replace(GPT, final_norm=False)], ids=["llama", "gpt", "bare head"])
+def test_two_parts_one_after_the_other_are_the_whole_model(transformer: Transformer, batch_BS: Batch) -> None:
+    """The second part of a tied model has the tokens' matrix alone of the embedding, and each part its gradient of it."""
+    n, (tokens_BS, labels_BS) = transformer.layers, batch_BS
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    first, second = sections_of(transformer, weights), sections_of(transformer, weights)
+    if transformer.tied_embeddings:
+        (tokens, *_) = place_parameters(transformer, (0, 0))
+        second[0, 0] = Section([tokens], (0, 0), 0, 1, torch.float64, torch.device("cpu"))
+        second[0, 0].values.copy_(weights[tokens.name].detach().flatten())
+    start = ModelPart(transformer, (0, 2), first, ALONE, True, False, ["none", "full"])
+    end = ModelPart(transformer, (2, n), second, ALONE, False, True, ["none"])
+    assert end.has_head and not start.has_head
+
+    left = start(tokens_BS.T)
+    entered = left.detach().requires_grad_()
+    (end(entered, labels_BS.T) / labels_BS.numel()).backward()
+    assert entered.grad is not None
+    torch.autograd.backward(left, entered.grad)
+
+    gradients, more = gradients_of(first), gradients_of(second)
+    close_gradients({name: gradient + more.get(name, 0) for name, gradient in gradients.items()}, weights)
+
+
+def test_a_part_without_layers_is_embedding_and_head(batch_BS: Batch) -> None:
+    weights = rough_weights(LLAMA, seed=0)
+    sections = sections_of(LLAMA, weights)
+    x_SBH = ModelPart(LLAMA, (0, 0), sections, ALONE, True, False, [])(batch_BS[0].T)
+    close(x_SBH, weights["embedding.tokens.weight"].detach()[batch_BS[0].T])
+    logits = ModelPart(LLAMA, (3, 3), sections, ALONE, False, True, []).logits(torch.ones(1, 1, 16, dtype=torch.float64))
+    expected = weights["head.output.weight"][:29] @ weights["head.norm.weight"] / (1 + LLAMA.norm_epsilon) ** 0.5
+    close(logits[0, 0], expected)
+
+
+def test_what_cannot_be_computed_is_refused_in_one_line(batch_BS: Batch) -> None:
+    odd = replace(LLAMA, head_dim=5)
+    with pytest.raises(InputError, match="rotary positions need an even width of a head, but a llama has head_dim 5"):
+        whole_model(odd, rough_weights(odd, seed=0))
+    short = replace(GPT, max_positions=7)
+    part, _ = whole_model(short, rough_weights(short, seed=0))
+    with pytest.raises(InputError, match="at most the 7 learned positions, but got 8"):
+        part(batch_BS[0].T, batch_BS[1].T)
+
+
+# --- Deferred weights, compilation, memory ---------------------------------------------------------------------------
+
+
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("transformer", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_deferred_weights_have_the_same_gradients_later(transformer: Transformer, recompute: str, batch_BS: Batch) -> None:
+    """Of two micro-batches in the order of a zero-bubble schedule: both inputs' halves, then both weights' halves."""
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    deferred = DeferredWeights(accumulate)
+    part, sections = whole_model(transformer, weights, recompute, deferred=deferred)
+    tokens_SB, labels_SB = (part_BS.T for part_BS in batch_BS)
+    halves = []
+    for b in range(2):
+        loss = part(tokens_SB[:, b : b + 1], labels_SB[:, b : b + 1]) / labels_SB.numel()
+        with deferred.collecting() as weight_half:
+            loss.backward()
+        halves.append(weight_half)
+    early = gradients_of(sections)
+    for name, gradient in early.items():
+        computed = "norm" in name or name.startswith("embedding") or name.endswith(("output.bias", "down.bias"))
+        assert bool(gradient.any()) == computed, name
+    for weight_half in halves:
+        weight_half()
+        weight_half()  # nothing is left for a second time
+    close_gradients(gradients_of(sections), weights)
+
+
+def test_outside_of_collecting_no_weight_is_put_off(batch_BS: Batch) -> None:
+    weights = rough_weights(LLAMA, seed=0)
+    reference_loss(LLAMA, weights, *batch_BS).backward()
+    part, sections = whole_model(LLAMA, weights, deferred=DeferredWeights(accumulate))
+    mean_loss(part, batch_BS).backward()
+    close_gradients(gradients_of(sections), weights)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "recompute", "count"),
+    [(LLAMA, ("none", "none", "full"), 1), (replace(GPT, sliding_window=3), ("selective", "full", "selective"), 2)],
+    ids=["llama", "gpt"],
+)
+def test_compiled_layers_compute_the_same_and_share_their_graphs(
+    transformer: Transformer, recompute: Sequence[str], count: int, batch_BS: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    torch.compiler.reset()
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    part, sections = whole_model(transformer, weights, recompute, compile_layers=True)
+    mean_loss(part, batch_BS).backward()
+    close_gradients(gradients_of(sections), weights)
+    assert len(graphs) == count
+
+
+def kept_bytes(part: ModelPart, x_SBH: torch.Tensor) -> int:
+    """Bytes of what autograd keeps of a part's forward, without parameters, tables and integers."""
+    given = {p.untyped_storage().data_ptr() for p in part.parameters()}
+    rotary, _ = part._positions(x_SBH)
+    given |= {table.untyped_storage().data_ptr() for table in rotary or ()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in given:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        part(x_SBH)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["llama with grouped keys", "gpt", "relu, no final norm"])
+def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute: str) -> None:
+    """Up to 1 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused."""
+    transformer = replace(MODELS[name], hidden=64, head_dim=16, ffn=160, max_positions=32)
+    sections = sections_of(transformer, rough_weights(transformer, 0, torch.float32))
+    part = ModelPart(transformer, (1, 2), sections, ALONE, False, False, [recompute])
+    x_SBH = torch.randn(32, 1, 64, requires_grad=True)
+    expected = layer_activation_bytes(transformer, 1, 32, 1, False, recompute, 4)
+    unfused = 2 * x_SBH.nbytes if transformer.norm == "rmsnorm" and recompute != "full" else 0
+    assert expected <= kept_bytes(part, x_SBH) - unfused <= 1.01 * expected
+
+
+# --- Against Hugging Face --------------------------------------------------------------------------------------------
+
+
+def agrees_with_hugging_face(transformer: Transformer, weights: Weights, theirs: Any, batch_BS: Batch) -> None:
+    tokens_BS, labels_BS = batch_BS
+    part, _ = whole_model(transformer, weights)
+    expected = theirs(tokens_BS).logits
+    close(part.logits(tokens_BS.T).transpose(0, 1), expected, 1e-5)
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels_BS.flatten())
+    close(mean_loss(part, batch_BS), expected_loss, 1e-5)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_logits_and_loss_are_those_of_hugging_face_llama(biases: bool, batch_BS: Batch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=29,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=500.0,
+        rms_norm_eps=1e-3,
+        initializer_range=0.3,
+        attention_bias=biases,
+        mlp_bias=biases,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config)
+    state = {name: torch.randn_like(p) * 0.3 if p.dim() == 1 else p for name, p in theirs.state_dict().items()}
+    theirs.load_state_dict(state)
+    ours = replace(LLAMA, layers=2, kv_heads=2, padded_vocab=29, attention_bias="all" if biases else "none", mlp_bias=biases)
+    weights = {
+        "embedding.tokens.weight": state["model.embed_tokens.weight"],
+        "head.norm.weight": state["model.norm.weight"],
+        "head.output.weight": state["lm_head.weight"],
+    }
+    parts = {"q": "query", "k": "key", "v": "value", "o": "output", "gate": "gate", "up": "up", "down": "down"}
+    for name, value in state.items():
+        if ".layers." not in name:
+            continue
+        _, _, number, module, *rest = name.split(".")
+        kind = rest[-1]
+        if module.endswith("layernorm"):
+            norm = "attention_norm" if module.startswith("input") else "mlp_norm"
+            weights[f"layers.{number}.{norm}.weight"] = value
+        else:
+            part = parts[rest[0].removesuffix("_proj")]
+            block = "attention" if module == "self_attn" else "mlp"
+            turned = part in ("output", "down") and kind == "weight"
+            weights[f"layers.{number}.{block}.{part}.{kind}"] = value.t() if turned else value
+    agrees_with_hugging_face(ours, weights, theirs, batch_BS)
+
+
+def test_logits_and_loss_are_those_of_hugging_face_gpt2(batch_BS: Batch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=29, n_embd=16, n_inner=40, n_layer=2, n_head=4, n_positions=9, initializer_range=0.3
+    )
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    state = {name: torch.randn_like(p) * 0.3 if p.dim() == 1 else p for name, p in theirs.state_dict().items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    theirs.load_state_dict(state)
+    weights = {
+        "embedding.tokens.weight": state["transformer.wte.weight"],
+        "embedding.positions.weight": state["transformer.wpe.weight"],
+        "head.norm.weight": state["transformer.ln_f.weight"],
+        "head.norm.bias": state["transformer.ln_f.bias"],
+    }
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            at, theirs_at = f"layers.{layer}", f"transformer.h.{layer}"
+            fused = state[f"{theirs_at}.attn.c_attn.{kind}"]  # their matrices are (in, out)
+            for part, value in zip(("query", "key", "value"), fused.chunk(3, dim=-1), strict=True):
+                weights[f"{at}.attention.{part}.{kind}"] = value.t()
+            weights[f"{at}.attention.output.{kind}"] = state[f"{theirs_at}.attn.c_proj.{kind}"]
+            weights[f"{at}.attention_norm.{kind}"] = state[f"{theirs_at}.ln_1.{kind}"]
+            weights[f"{at}.mlp_norm.{kind}"] = state[f"{theirs_at}.ln_2.{kind}"]
+            weights[f"{at}.mlp.up.{kind}"] = state[f"{theirs_at}.mlp.c_fc.{kind}"].t()
+            weights[f"{at}.mlp.down.{kind}"] = state[f"{theirs_at}.mlp.c_proj.{kind}"]
+    agrees_with_hugging_face(replace(GPT, layers=2, padded_vocab=29), weights, theirs, batch_BS)

@@ -1,0 +1,165 @@
+"""What one training does beside computing: resuming under another plan, the order of instructions, other schedules' programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.interpreter import Interpreter
+from sim.engine import simulate
+from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
+from sim.spec.compile import compile_plan
+from sim.spec.gpu import gpu_kind
+from sim.spec.program import INSTRUCTIONS, Instruction, dry_run, instruction_text, parse_instruction, parse_program, program_text
+from sim.spec.reading import InputError
+from sim.spec.trace import ACTIVITIES, BACKGROUND
+from tests.runtime.test_equality import GPT, LLAMA, PLANS, assert_equal, pipeline, plan_of, reference, settings_of
+from tests.runtime.workers import WORKERS, Order, Workers, token_file
+
+TOKENS = 4000
+
+# --- Resuming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("degree 4 beside 1, sequence parallel", "zero 1, unequal replicas"),
+        ("zero 1, unequal replicas", "three stages, gpipe"),
+        ("zero 2, unequal degrees", "one device"),
+        ("ends alone", "tied embeddings over stages"),
+    ],
+)
+def test_a_training_goes_on_under_another_plan(before: str, after: str, workers: Workers, tmp_path: Path) -> None:
+    first, second = PLANS[before], PLANS[after]
+    data = token_file(tmp_path, first.transformer.vocab, TOKENS)
+    chosen = settings_of(first, data, precision="fp64", steps=6)
+    begun = workers.train(Order(first, chosen, stop=3, save=tmp_path / "checkpoints"))
+    again = dataclasses.replace(chosen, checkpoints=tmp_path / "checkpoints", resume=True)
+    ended = workers.train(Order(second, again, resume=tmp_path / "checkpoints" / "step-00000003"))
+    # The reference takes the samples of both: three batches of the first plan's size, then three of the second's.
+    losses, weights = reference(first, chosen, torch.float64, sizes=[first.global_batch] * 3 + [second.global_batch] * 3)
+    assert [*begun.losses, *ended.losses] == pytest.approx(losses, rel=1e-8, abs=1e-8)
+    assert_equal(dataclasses.replace(ended, losses=losses), losses, weights, 1e-8)
+
+
+def test_a_checkpoint_of_another_model_is_refused(workers: Workers, tmp_path: Path) -> None:
+    plan = PLANS["one device"]
+    chosen = settings_of(plan, token_file(tmp_path, LLAMA.vocab, TOKENS))
+    workers.train(Order(plan, chosen, stop=1, save=tmp_path / "checkpoints"))
+    wider = plan_of(dataclasses.replace(LLAMA, ffn=64), *plan.pipelines)
+    with pytest.raises(AssertionError, match="is of another model: its ffn is 48, but that of small-llama is 64"):
+        workers.train(Order(wider, chosen, resume=tmp_path / "checkpoints" / "step-00000001"))
+
+
+# --- Order -----------------------------------------------------------------------------------------------------------
+
+
+def cluster_of(name: str) -> Cluster:
+    """One node of as many A100s as there are workers."""
+    node = Node("n", gpu_kind("A100-80GB-SXM"), WORKERS, Intra("nvlink", 300e9), Nic("infiniband", 25e9))
+    return Cluster(name, (node,), Fabric(10e-6))
+
+
+def in_order(instructions: Iterable[Instruction]) -> dict[bool, list[str]]:
+    """The texts of the instructions that a lane waits for, and of those that go on beside them, in their order."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for instruction in instructions:
+        found[ACTIVITIES[type(instruction)] in BACKGROUND].append(instruction_text(instruction))
+    return found
+
+
+@pytest.mark.parametrize("name", ["unlike cuts", "uneven replicas", "zero 2, two stages, uneven replicas"])
+def test_every_lane_executes_the_instructions_in_the_simulators_order(name: str, workers: Workers, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    outcome = workers.train(Order(plan, settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), steps=1)))
+    spans = sorted(simulate(plan, cluster_of("test")).spans, key=lambda span: span.start_s)
+    lanes = compile_plan(plan).lanes
+    assert set(outcome.executed) == {lane.name for lane in lanes}
+    for lane in lanes:
+        simulated = in_order(span.instruction for span in spans if span.lane == lane.name)
+        executed = in_order(parse_instruction(text) for text in outcome.executed[lane.name])
+        assert executed[False] == simulated[False]
+        # What begins at one instant of the simulator's clock is in no order there.
+        assert sorted(executed[True]) == sorted(simulated[True])
+
+
+def test_the_interpreter_covers_every_instruction() -> None:
+    names = {kind.__name__ for kind in INSTRUCTIONS}
+    source = Path(__import__("inspect").getsourcefile(Interpreter) or "").read_text(encoding="utf-8")
+    table = source[source.index("self._execute") : source.index("self._peers")]
+    assert {line.strip().split(":")[0] for line in table.splitlines() if ": self._" in line} == names
+
+
+# --- Programs of other schedules -------------------------------------------------------------------------------------
+
+
+def with_split_backwards(text: str, delayed: bool) -> str:
+    """A program with every backward in halves; the weights' half follows the input's, or waits until it is needed."""
+    lines: list[str] = []
+    waiting: list[str] = []
+    for line in text.splitlines():
+        word = line.strip()
+        if word.startswith("B"):
+            lines.append(line.replace("B", "I", 1))
+            waiting.append(line.replace("B", "W", 1))
+            if not delayed:
+                lines += waiting
+                waiting = []
+            continue
+        if word == "STEP" or (word.startswith("R") and not word.startswith(("RA", "RG"))):
+            lines += waiting
+            waiting = []
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("name", ["three stages, gpipe", "tied embeddings over stages", "degree 4 beside 1, sequence parallel"])
+def test_backwards_in_halves_give_the_same_training(name: str, delayed: bool, workers: Workers, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64", steps=3)
+    program = with_split_backwards(program_text(compile_plan(plan)), delayed)
+    dry_run(parse_program(program))
+    outcome = workers.train(Order(plan, chosen, program=program))
+    assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+# --- Precisions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.03), ("fp16", 0.01)])
+def test_half_precision_stays_near_fp32(precision: str, tolerance: float, workers: Workers, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLANS["zero 1, unequal replicas"], precision=precision)
+    chosen = settings_of(plan, token_file(tmp_path, LLAMA.vocab, TOKENS), steps=8)
+    outcome = workers.train(Order(plan, chosen))
+    losses, _ = reference(plan, chosen, torch.float32)
+    assert outcome.losses == pytest.approx(losses, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", ["degrees 1 to 4 with sequence parallel", "zero 1, tied, sequence parallel"])
+def test_what_goes_through_the_hosts_memory_arrives(name: str, workers: Workers, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64", steps=2)
+    outcome = workers.train(Order(plan, chosen, staged=True))
+    assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+def test_the_learning_is_by_all_tokens_alike(workers: Workers, tmp_path: Path) -> None:
+    # One pipeline takes one sequence and the other five: an average of the pipelines' means would weigh the one five times.
+    plan = plan_of(GPT, pipeline(1, 1, ((0, 4), (0,))), pipeline(5, 1, ((0, 4), (1,))))
+    chosen = settings_of(plan, token_file(tmp_path, GPT.vocab, TOKENS), precision="fp64", steps=3)
+    outcome = workers.train(Order(plan, chosen))
+    assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+def test_a_model_whose_heads_do_not_divide_is_refused_in_one_line(workers: Workers, tmp_path: Path) -> None:
+    from runtime.settings import check_runnable
+
+    plan = plan_of(dataclasses.replace(LLAMA, heads=6, kv_heads=6, head_dim=8), pipeline(1, 1, ((0, 4), (0, 1, 2, 3))))
+    with pytest.raises(InputError, match="the 6 heads of small-llama do not divide by the tensor-parallel degree 4"):
+        check_runnable(plan, settings_of(plan, tmp_path / "none"))
