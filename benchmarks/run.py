@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from training import gpu_training, interpreter_overhead
+
 from partition import plan as search_plan
 from sim.engine import simulate
 from sim.metrics import report
@@ -130,7 +133,10 @@ def main() -> None:
         return
     results = HERE / "results"
     results.mkdir(exist_ok=True)
-    for name, run in (("simulation-speed", simulation_speed), ("planning-speed", planning_speed)):
+    tables = {"simulation-speed": simulation_speed, "planning-speed": planning_speed, "training-overhead": interpreter_overhead}
+    if torch.cuda.is_available():
+        tables["training-gpu"] = gpu_training
+    for name, run in tables.items():
         print(f"{name}:", flush=True)
         (results / f"{name}.txt").write_text(f"{machine()}\n\n{run()}")
     print(f"written to {results}")

@@ -13,6 +13,7 @@ import typer
 from experiments.commands.compare import compare
 from experiments.commands.demo import demo
 from experiments.commands.plan import plan
+from experiments.commands.run import run as run_command
 from experiments.commands.simulate import simulate
 from experiments.exits import BAD_INPUT, FAILED, INTERRUPTED, tell_error
 from sim.spec.reading import InputError
@@ -26,14 +27,14 @@ USAGE_ERROR = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="motley",
-    help="Plans, simulates and compares the training of large language models on mixed GPUs.",
+    help="Plans, simulates, runs and compares the training of large language models on mixed GPUs.",
     epilog="Example: motley demo --out results/demo. Exit codes: 0; 1 no feasible plan; 2 bad input; 3 failed while running; "
     "130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, simulate, compare, demo):
+for command in (plan, simulate, compare, run_command, demo):
     app.command()(command)
 
 
@@ -49,7 +50,7 @@ def _motley(
         bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True, show_default=False)
     ] = False,
 ) -> None:
-    """Plans, simulates and compares the training of large language models on mixed GPUs."""
+    """Plans, simulates, runs and compares the training of large language models on mixed GPUs."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.plots import FORMATS, MfuCell, plot_mfu_bars, plot_timeline, save_figure
+from experiments.plots import FORMATS, MfuCell, plot_mfu_bars, plot_timeline, plot_two_timelines, save_figure
 from sim.spec.cluster import Cluster
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
@@ -26,6 +26,13 @@ def draw_timeline(
 ) -> Path | None:
     """Where the earlier picture is kept now, if any and unless `replace`. Draws the timeline of a trace into a file."""
     return _save(plot_timeline(trace, title=title, cluster=cluster), path, replace)
+
+
+def draw_two_timelines(
+    upper: Trace, lower: Trace, cluster: Cluster, path: str | Path, titles: tuple[str, str], replace: bool = False
+) -> Path | None:
+    """Where the earlier picture is kept now, if any and unless `replace`. Draws two traces of the same lanes into a file."""
+    return _save(plot_two_timelines(upper, lower, titles, cluster)[0], path, replace)
 
 
 def draw_mfu_bars(rows: Sequence[MfuCell], path: str | Path, title: str, note: str, replace: bool = False) -> Path | None:

@@ -1,4 +1,4 @@
-"""Pictures: the timeline of a trace, and predicted beside reported MFU.
+"""Pictures: the timeline of a trace, two of them on one time axis, and predicted beside reported MFU.
 
 Colours are of the Okabe-Ito palette, chosen so that they also differ in lightness: the pictures can be read in grey and by
 people who do not tell all colours apart. A plot takes records and an Axes to draw on (or makes a figure of its own), and never
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ def save_figure(figure: Figure, path: str | Path, replace: bool = False) -> Path
     return write_file(path, buffer.getvalue(), replace)
 
 
-def _figure(width_inch: float, height_inch: float) -> tuple[Figure, Axes]:
-    """A figure with one Axes, drawn without any state of pyplot."""
+def _axes(width_inch: float, height_inch: float, rows: int = 1) -> list[Axes]:
+    """The Axes of a new figure, one below the other on one x axis, drawn without any state of pyplot."""
     figure = Figure(figsize=(width_inch, height_inch), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    return list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
 
 # --- The timeline ----------------------------------------------------------------------------------------------------
@@ -102,6 +102,8 @@ _MOST_LABELS = 3000
 _MOST_HATCHED = 3000
 _LEAST_DOTS = 0.5
 """Transfers are drawn at least this wide, so that short ones are seen at all."""
+_AFTER = "#ECECEC"
+"""Colour of the time after the shorter of two iterations."""
 
 
 def plot_timeline(trace: Trace, ax: Axes | None = None, title: str | None = None, cluster: Cluster | None = None) -> Axes:
@@ -111,28 +113,79 @@ def plot_timeline(trace: Trace, ax: Axes | None = None, title: str | None = None
     it: messages it sends, and collectives. Numbers are micro-batches, where they fit. `cluster` adds the GPU kinds to the rows'
     labels. Without `ax`, the figure is as tall as the lanes need.
     """
-    lanes = list(trace.lanes)
     alone = ax is None
     if ax is None:
-        _, ax = _figure(12.0, 1.9 + len(lanes) * _row_inch(len(lanes)))
-    scale, unit = _time_unit(trace.iteration_s)
-    end = trace.iteration_s * scale
-    ax.set_xlim(0, end)
-    ax.set_ylim(len(lanes), 0)
-    _style_timeline(ax, trace, cluster, unit)
-    row = {lane: i for i, lane in enumerate(lanes)}
-    by_activity: dict[str, list[Span]] = {activity: [] for activity in _STYLES}
-    for span in trace.spans:
-        by_activity[ACTIVITIES[type(span.instruction)]].append(span)
+        (ax,) = _axes(_TIMELINE_INCH, _MARGIN_INCH + _rows_inch(trace))
+    _prepare_timeline(ax, trace, cluster, title, trace.iteration_s)
+    handles = _timeline_legend(trace)
     if alone:
-        legend = ax.get_figure(root=True).legend  # type: ignore[union-attr]
-        legend(handles=_timeline_legend(by_activity), loc="outside lower center", ncols=8, frameon=False, fontsize=9)
+        _legend_below(ax, handles)
     else:
-        handles = _timeline_legend(by_activity)
         ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, borderaxespad=0)
-    if title is not None:
+    _draw_spans(ax, trace, trace.iteration_s)
+    return ax
+
+
+def plot_two_timelines(
+    upper: Trace, lower: Trace, titles: tuple[str, str] = ("", ""), cluster: Cluster | None = None
+) -> tuple[Axes, Axes]:
+    """Two Axes, one below the other: the timelines of two traces of the same lanes, on the time axis of the longer one.
+
+    What comes after the end of the shorter iteration is grey. Everything else is as in `plot_timeline`. Raises InputError
+    where the lanes are not the same.
+    """
+    if set(upper.lanes) != set(lower.lanes):
+        raise InputError(
+            f"timelines are compared lane by lane, but the lanes of one are {', '.join(upper.lanes)} and those of the other "
+            f"{', '.join(lower.lanes)}"
+        )
+    lower = replace(lower, lanes={lane: lower.lanes[lane] for lane in upper.lanes})
+    above, below = _axes(_TIMELINE_INCH, 2 * (_MARGIN_INCH - 0.3 + _rows_inch(upper)), 2)
+    end_s = max(upper.iteration_s, lower.iteration_s)
+    for ax, trace, title in ((above, upper, titles[0]), (below, lower, titles[1])):
+        _prepare_timeline(ax, trace, cluster, title, end_s)
+    above.set_xlabel("")
+    _legend_below(below, _timeline_legend(upper, lower))
+    for ax, trace in ((above, upper), (below, lower)):
+        _draw_spans(ax, trace, end_s)
+    return above, below
+
+
+_TIMELINE_INCH, _MARGIN_INCH = 12.0, 1.9
+"""Width of a timeline's figure, and its height besides the rows."""
+
+
+def _rows_inch(trace: Trace) -> float:
+    """Height of all rows: roomy for few lanes, tight for many."""
+    lanes = len(trace.lanes)
+    return lanes * float(np.clip(0.75 - 0.02 * lanes, 0.24, 0.6))
+
+
+def _prepare_timeline(ax: Axes, trace: Trace, cluster: Cluster | None, title: str | None, end_s: float) -> None:
+    """The axes of a timeline up to `end_s`, their labels and title; spans can be drawn once all Axes of a figure have these."""
+    scale, unit = _time_unit(end_s)
+    ax.set_xlim(0, end_s * scale)
+    ax.set_ylim(len(trace.lanes), 0)
+    _style_timeline(ax, trace, cluster, unit)
+    if trace.iteration_s < end_s:
+        ax.axvspan(trace.iteration_s * scale, end_s * scale, color=_AFTER, linewidth=0, zorder=0.2)
+        ax.axvline(trace.iteration_s * scale, color="#606060", linewidth=1.0, linestyle=(0, (4, 3)), zorder=20)
+    if title:
         ax.set_title(title, loc="left", fontsize=11)
-    dots_per_unit = _dots_wide(ax) / end
+
+
+def _legend_below(ax: Axes, handles: list[Patch]) -> None:
+    """Puts the legend below everything else in the figure."""
+    legend = ax.get_figure(root=True).legend  # type: ignore[union-attr]
+    legend(handles=handles, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
+
+
+def _draw_spans(ax: Axes, trace: Trace, end_s: float) -> None:
+    """Draws the bars of all spans, and the numbers in them."""
+    scale, _ = _time_unit(end_s)
+    row = {lane: i for i, lane in enumerate(trace.lanes)}
+    by_activity = _by_activity(trace)
+    dots_per_unit = _dots_wide(ax) / (end_s * scale)
     for z, (activity, style) in enumerate(_STYLES.items()):
         spans = by_activity[activity]
         if spans:
@@ -140,12 +193,14 @@ def plot_timeline(trace: Trace, ax: Axes | None = None, title: str | None = None
             _draw_bars(ax, activity, style, bars, dots_per_unit, z)
     labels = [(a, span) for a in _STYLES if a in _LABELLED for span in by_activity[a]]
     _draw_numbers(ax, labels, row, scale, dots_per_unit)
-    return ax
 
 
-def _row_inch(lanes: int) -> float:
-    """Height of a row: roomy for few lanes, tight for many."""
-    return float(np.clip(0.75 - 0.02 * lanes, 0.24, 0.6))
+def _by_activity(trace: Trace) -> dict[str, list[Span]]:
+    """The spans of every activity, in the order of the legend."""
+    found: dict[str, list[Span]] = {activity: [] for activity in _STYLES}
+    for span in trace.spans:
+        found[ACTIVITIES[type(span.instruction)]].append(span)
+    return found
 
 
 def _time_unit(iteration_s: float) -> tuple[float, str]:
@@ -194,14 +249,18 @@ def _lane_label(trace: Trace, lane: str, cluster: Cluster | None) -> str:
     return f"{lane}  {counts}  {shown}"
 
 
-def _timeline_legend(by_activity: dict[str, list[Span]]) -> list[Patch]:
-    """A patch for every activity that occurs, and for idle."""
+def _timeline_legend(*traces: Trace) -> list[Patch]:
+    """A patch for every activity that occurs, for idle, and for the time after the shorter of two iterations."""
+    occurring = {ACTIVITIES[type(span.instruction)] for trace in traces for span in trace.spans}
     handles = [
         Patch(facecolor=style.fill, hatch=style.hatch, edgecolor="#FFFFFF" if style.hatch else style.fill, label=style.label)
         for activity, style in _STYLES.items()
-        if by_activity[activity]
+        if activity in occurring
     ]
-    return [*handles, Patch(facecolor="#FFFFFF", edgecolor="#909090", label="idle")]
+    handles.append(Patch(facecolor="#FFFFFF", edgecolor="#909090", label="idle"))
+    if len({trace.iteration_s for trace in traces}) > 1:
+        handles.append(Patch(facecolor=_AFTER, edgecolor=_AFTER, label="ended"))
+    return handles
 
 
 def _draw_bars(ax: Axes, activity: str, style: _Style, bars: np.ndarray[Any, Any], dots_per_unit: float, zorder: int) -> None:
@@ -299,7 +358,7 @@ def plot_mfu_bars(rows: Sequence[MfuCell], ax: Axes | None = None, title: str | 
     cells = list(dict.fromkeys((row.cluster, row.model) for row in rows))
     planners = list(dict.fromkeys(row.planner for row in rows))
     if ax is None:
-        _, ax = _figure(14.0, 7.0)
+        (ax,) = _axes(14.0, 7.0)
     by_place = {(row.cluster, row.model, row.planner): row for row in rows}
     width = 0.84 / (1 + 2 * len(planners))
     value_size = float(np.clip(width * 1200 / len(cells) / 2.6, 5.5, 9.0))

@@ -1,8 +1,8 @@
-"""Tables for people: a plan, the measures of an iteration, planners side by side. Per cent, GiB and ms live here only."""
+"""Tables for people: a plan, the measures of an iteration, a run, planners side by side. Per cent, GiB and ms live here only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.comparison import Standing, headroom
+from experiments.measured import RunReport
 from partition.search import Result
 from sim.metrics import Report
 from sim.spec.cluster import Cluster
@@ -56,6 +57,13 @@ def seconds(value_s: float | None) -> str:
 def per_cent(fraction: float | None, digits: int = 2) -> str:
     """A fraction in per cent."""
     return "-" if fraction is None else f"{fraction * 100:.{digits}f} %"
+
+
+def memory(num_bytes: float | None) -> str:
+    """Bytes with three digits, in the unit that suits them."""
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / GIB:.3g} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def energy(value_j: float | None) -> str:
@@ -107,8 +115,22 @@ def plan_title(plan: Plan) -> str:
 
 
 def timeline_title(plan: Plan, report: Report) -> str:
-    """What a picture of the plan's iteration shows, on one line."""
-    return f"{plan_title(plan)}\none simulated iteration of {seconds(report.iteration_s)}, MFU {per_cent(report.mfu, 1)}"
+    """What a picture of the plan's iteration shows, on two lines."""
+    return f"{plan_title(plan)}\n{_iteration_title('simulated', report)}"
+
+
+def run_titles(told: RunReport) -> tuple[str, str]:
+    """What the two pictures of a run's iteration show: the measured one on two lines, the simulated one on one."""
+    measured = f"{plan_title(told.result.trace.plan)}\n{_iteration_title('measured', told.measured)}"
+    if told.simulated is None:
+        return measured, ""
+    difference = _difference(told.measured.iteration_s, told.simulated.iteration_s)
+    return measured, _iteration_title("simulated", told.simulated, f" ({difference})")
+
+
+def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
+    """How long an iteration was and what of its peak it reached."""
+    return f"one {origin} iteration of {seconds(report.iteration_s)}{remark}, MFU {per_cent(report.mfu, 1)}"
 
 
 def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None) -> Group:
@@ -212,13 +234,55 @@ def report_table(report: Report, plan: Plan, cluster: Cluster) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "right", "left", "right"):
         table.add_column(justify=justify)
-    tokens = "-" if report.tokens_per_s is None else f"{report.tokens_per_s:,.0f}"
-    table.add_row("iteration", seconds(report.iteration_s), "tokens/s", tokens)
+    table.add_row("iteration", seconds(report.iteration_s), "tokens/s", _tokens(report.tokens_per_s))
     table.add_row("MFU", per_cent(report.mfu), "HFU (counts recomputation)", per_cent(report.hfu))
     used = f"MFU of the {len(plan.devices)} GPUs used, of {len(cluster.devices)}"
     table.add_row("bubble", per_cent(report.bubble), used, per_cent(report.mfu_used))
     table.add_row("energy", energy(report.energy_j), "cost of an iteration", money(report.dollars))
     return table
+
+
+# --- A run -----------------------------------------------------------------------------------------------------------
+
+
+def run_table(told: RunReport) -> Table:
+    """The measures of a run's iteration, beside the simulated ones and how far these are from them, where there are any."""
+    plan, measured, simulated = told.result.trace.plan, told.measured, told.simulated
+    table = _table()
+    table.add_column("", no_wrap=True)
+    for heading in ("measured", "simulated", "difference")[: 3 if simulated is not None else 1]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    fullest = max(plan.devices, key=lambda name: _fullness(told, name))
+    rows: dict[str, tuple[Callable[[Report], float | None], Callable[[float | None], str]]] = {
+        "iteration": (lambda report: report.iteration_s, seconds),
+        "tokens/s": (lambda report: report.tokens_per_s, _tokens),
+        "MFU": (lambda report: report.mfu, per_cent),
+        "HFU (counts recomputation)": (lambda report: report.hfu, per_cent),
+        "bubble": (lambda report: report.bubble, per_cent),
+        f"peak memory of {fullest}": (lambda report: (report.peak_bytes or {}).get(fullest), memory),
+    }
+    for heading, (measure, shown) in rows.items():
+        row = [heading, shown(measure(measured))]
+        if simulated is not None:
+            row += [shown(measure(simulated)), _difference(measure(measured), measure(simulated))]
+        table.add_row(*row)
+    return table
+
+
+def _fullness(told: RunReport, device: str) -> float:
+    """The part of a device's memory that it had in use at its peak."""
+    return (told.measured.peak_bytes or {}).get(device, 0) / told.cluster.device(device).gpu.memory_bytes
+
+
+def _tokens(tokens_per_s: float | None) -> str:
+    return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+
+
+def _difference(measured: float | None, simulated: float | None) -> str:
+    """How far the simulated figure is from the measured one, in per cent of that."""
+    if not measured or simulated is None:
+        return "-"
+    return f"{(simulated - measured) / measured * 100:+.1f} %"
 
 
 # --- Planners side by side -------------------------------------------------------------------------------------------

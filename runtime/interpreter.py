@@ -5,7 +5,8 @@ The simulator (`sim.engine`) interprets the same programs. Tensors are x_SBH: se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -156,9 +157,10 @@ class Interpreter:
             if x.is_floating_point():
                 x = x.detach().requires_grad_()
             entered = x
-            for atom in self._atoms(part):
-                module = self._parts[atom]
-                x = module(x, labels_SB) if module.has_head else module(x)
+            with self._parameters(instruction, part):
+                for atom in self._atoms(part):
+                    module = self._parts[atom]
+                    x = module(x, labels_SB) if module.has_head else module(x)
             self._graphs[m, part] = (entered, x)
         if ends:
             if self._world.index == 0:
@@ -172,6 +174,14 @@ class Interpreter:
             return [part]
         return [layers for layers in self._parts if part[0] <= layers[0] and layers[1] <= part[1]]
 
+    @contextmanager
+    def _parameters(self, instruction: Instruction, layers: LayerRange) -> Iterator[None]:
+        """Has the parameters of some layers here, where they are gathered for each use."""
+        self._optimizer.finish_gathers(layers)
+        self.waits_for(instruction)
+        yield
+        self._optimizer.release(layers)
+
     def _backward(self, instruction: Backward | BackwardInput) -> None:
         m, part = instruction.micro_batch, instruction.layers
         entered, left = self._graphs.pop((m, part))
@@ -181,7 +191,8 @@ class Interpreter:
             seed = self._assembled(RecvGradient, m, part[1])
         else:
             seed = self._input_gradients.pop((m, part[1]))
-        torch.autograd.backward(left, seed)
+        with self._parameters(instruction, part):
+            torch.autograd.backward(left, seed)
         if entered.grad is not None:
             self._input_gradients[m, part[0]] = entered.grad
 

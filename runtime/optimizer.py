@@ -164,6 +164,12 @@ class Optimizer:
         self._since_overflow = 0
         self._loss = self._norm = math.nan
         self._gathers: list[_Gather] = []
+        self._sharded = {
+            layers
+            for layers, found in gradients.slices.items()
+            if plan.zero_stage >= 3 and layers[0] < layers[1] and any(gradient.shared for gradient in found)
+        }
+        """Sections whose parameters are here only while they are used (ZeRO 3)."""
         self._set_states()
 
     def _set_states(self) -> None:
@@ -185,6 +191,7 @@ class Optimizer:
         for master in self._all:
             if not master.aliased:
                 master.initialise(initial)
+        self.release(None)
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -269,21 +276,38 @@ class Optimizer:
                 tell_when_done(work, told, mine)
             self._gathers.append(_Gather(master, work, everything, told, waits))
 
-    @staticmethod
-    def _spread(master: _Master, everything: torch.Tensor) -> None:
+    def _spread(self, master: _Master, everything: torch.Tensor) -> None:
+        """Copies the gathered numbers of a slice to their places in the section."""
         section = master.gradient.section
+        values = section.restore() if section.layers in self._sharded else section.values
         for run in master.gradient.runs:
-            section.values[run.offset : run.offset + run.size].copy_(everything[run.at : run.at + run.size])
+            values[run.offset : run.offset + run.size].copy_(everything[run.at : run.at + run.size])
 
-    def finish_gathers(self) -> None:
-        """Nothing; waits until all gathered parameters are in their places."""
+    def finish_gathers(self, within: LayerRange | None = None) -> None:
+        """Nothing; waits until the gathered parameters are in their places: all, or those of the layers within a range."""
+        left = []
         for gather in self._gathers:
+            if within is not None and not _is_within(gather.master.gradient.section.layers, within):
+                left.append(gather)
+                continue
             gather.waits()
             gather.work.wait()
             self._spread(gather.master, gather.everything)
             if gather.done is not None:
                 gather.done()
-        self._gathers.clear()
+        self._gathers = left
+
+    def release(self, within: LayerRange | None) -> None:
+        """Nothing; forgets the parameters that are here only while they are used: all, or those of the layers within a range."""
+        for layers in self._sharded:
+            if within is None or _is_within(layers, within):
+                self._sections[layers].release()
+
+    def gather_all(self) -> None:
+        """Nothing; brings every parameter here, to be read. `release` forgets those that are not kept."""
+        for layers in self._masters:
+            self.gather(layers, _nothing, _nothing)
+        self.finish_gathers()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -307,9 +331,13 @@ class Optimizer:
         self._set_states()
         for master in self._all:
             master.write_back()
-        for layers in self._masters:
-            self.gather(layers, _nothing, _nothing)
-        self.finish_gathers()
+        self.gather_all()
+        self.release(None)
+
+
+def _is_within(layers: LayerRange, within: LayerRange) -> bool:
+    """Whether layers, and not an end, are in a range."""
+    return layers[0] < layers[1] and within[0] <= layers[0] and layers[1] <= within[1]
 
 
 def _nothing() -> None:

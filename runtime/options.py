@@ -38,6 +38,7 @@ HELP: dict[str, tuple[str, str]] = {
     "timeout_s": ("TIME", "how long a worker waits for another before the run is given up, such as 60s or 5min"),
     "backend": ("|".join(BACKENDS), "of messages; by default nccl on cuda and gloo on the cpu"),
     "compile": ("", "compile the layers by torch.compile"),
+    "quiet": ("", "print no line for each step"),
     "results": ("DIR", "where the measured trace and the figures are written"),
 }
 """For each field of Settings, what its option's help shows: the value's form, empty for a switch, and what it is."""

@@ -236,11 +236,14 @@ class Section:
             self.spans[names] = (start, at)
         return self.parameters[names]
 
-    def initialise(self, transformer: Transformer, seed: int) -> None:
-        """Nothing; draws the first values."""
-        for segment in self.segments:
-            drawn = initial_values(transformer, segment.parameter, segment.start, segment.stop, seed)
-            self.values[segment.offset : segment.offset + segment.size].copy_(drawn)
+    def release(self) -> None:
+        """Nothing; gives the memory of the values back, until `restore`. The parameters stay, without numbers."""
+        self.values.untyped_storage().resize_(0)
+
+    def restore(self) -> torch.Tensor:
+        """The values, with memory again, to be written over; autograd does not notice that their numbers were away."""
+        self.values.untyped_storage().resize_(self.size * self.values.element_size())
+        return self.values.data  # its changes are not counted, as those of `values` are, which a backward would refuse
 
 
 # --- The first values ------------------------------------------------------------------------------------------------

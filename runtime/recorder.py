@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runtime.peak import hardware_name
 from sim.spec.plan import Plan
-from sim.spec.program import Instruction, Lane, Program, Recv, Send, matching_send
+from sim.spec.program import Collective, Instruction, Lane, Program, Recv, Send, matching_send
 from sim.spec.trace import ACTIVITIES, BUSY, Span, Trace
 from sim.spec.version import VERSION
 
@@ -306,7 +306,8 @@ def merged(shares: Sequence[Share], plan: Plan, program: Program, cluster_name: 
     """The trace of all workers' shares.
 
     A sender is told that a message is gone, or learns that it has come only when it asks; the receiver knows when it had it.
-    So a send ends where its receive does, if that is earlier than the sender's own record.
+    So a send ends where its receive does, if that is earlier than the sender's own record. A collective begins when the last of
+    its lanes has come to it, as in the simulator: before, nothing moves.
     """
     by_lane = {share.lane: share.spans for share in shares if share.spans}
     came_s = {
@@ -315,12 +316,19 @@ def merged(shares: Sequence[Share], plan: Plan, program: Program, cluster_name: 
         for instruction, _, end_s, _ in spans
         if isinstance(instruction, Recv)
     }
+    joined_s: dict[Instruction, float] = {}
+    for spans in by_lane.values():
+        for instruction, start_s, _, _ in spans:
+            if isinstance(instruction, Collective):
+                joined_s[instruction] = max(start_s, joined_s.get(instruction, start_s))
     zero_s = min(start_s for spans in by_lane.values() for _, start_s, _, _ in spans)
     found = []
     for lane in program.lanes:
         for instruction, start_s, end_s, num_bytes in by_lane.get(lane.name, ()):
             if isinstance(instruction, Send):
                 end_s = max(start_s, min(end_s, came_s.get((lane.name, instruction), end_s)))
+            elif isinstance(instruction, Collective):
+                start_s = min(end_s, joined_s[instruction])
             found.append(Span(lane.name, instruction, start_s - zero_s, end_s - zero_s, num_bytes))
     # As the simulator records them: computation as it begins, the rest as it ends.
     found.sort(key=lambda span: span.start_s if ACTIVITIES[type(span.instruction)] in BUSY else span.end_s)

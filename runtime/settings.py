@@ -72,6 +72,8 @@ class Settings:
     """gloo or nccl; by default nccl on cuda and gloo on the cpu. With gloo, several workers may share a GPU."""
     compile: bool = False
     """Whether layers are compiled by torch.compile."""
+    quiet: bool = False
+    """Whether no line is printed for each step."""
     results: Path | None = None
     """The folder that the measured trace and the figures are written to (`runtime.results`); None for none."""
 
@@ -128,8 +130,6 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
     if (settings.precision or plan.precision) not in DTYPES:
         shown = ", ".join(name for name in DTYPES if name != "fp64")
         raise InputError(f"the runtime trains in {shown}, but the plan's precision is {plan.precision}")
-    if plan.zero_stage > 2:
-        raise InputError(f"the runtime runs zero_stage 0, 1 and 2, but the plan has {plan.zero_stage}")
     refused = {
         "a mixture of experts": t.experts is not None,
         "alibi positions": t.position == "alibi",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,6 +120,7 @@ class Trainer:
     def weights(self) -> Iterator[tuple[Parameter, torch.Tensor | None]]:
         """All parameters, whole, in canonical order, on the first rank; None on the others, which take part."""
         control = self.world.control
+        self.optimizer.gather_all()
         for parameter in model_parameters(self.plan.transformer):
             mine = [
                 (segment.start, segment.stop, section.values[segment.offset : segment.offset + segment.size].cpu())
@@ -139,6 +142,7 @@ class Trainer:
                 for start, stop, rows in held:
                     whole[start * parameter.row_size : stop * parameter.row_size] = rows
             yield parameter, whole if parameter.width is None else whole.view(parameter.rows, parameter.width)
+        self.optimizer.release(None)
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -347,15 +351,18 @@ class _Run:
     def __init__(self, trainer: Trainer, watch: Watch, done: int, peak: float | None, measured: bool, kind: str) -> None:
         self.trainer, self.watch, self.done = trainer, watch, done
         self.world, self.settings, self.plan = trainer.world, trainer.settings, trainer.plan
-        mine = (self.world.device_name, peak, kind, measured)
+        # Where several workers share a GPU, each has a part of its peak.
+        card = (socket.gethostname(), str(self.world.device)) if self.world.device.type == "cuda" else None
+        mine = (self.world.device_name, peak, kind, measured, card)
         everyone: list[Any] = [mine]
         if self.world.control is not None:
             everyone = [None] * len(self.world.everyone)
             dist.all_gather_object(everyone, mine, group=self.world.control)
-        self.kinds = {name: kind for name, _, kind, _ in everyone}
-        known = all(peak is not None for _, peak, _, _ in everyone)
-        self.peaks: dict[str, float] = {name: peak for name, peak, _, _ in everyone} if known else {}
-        self.measured = any(measured for *_, measured in everyone)
+        self.kinds = {name: kind for name, _, kind, _, _ in everyone}
+        sharing = Counter(card for *_, card in everyone if card is not None)
+        known = all(peak is not None for _, peak, *_ in everyone)
+        self.peaks: dict[str, float] = {name: peak / sharing.get(card, 1) for name, peak, _, _, card in everyone} if known else {}
+        self.measured = any(measured for *_, measured, _ in everyone)
         self.facts: list[StepFacts] = []
         self.step_s: list[float] = []
 
@@ -402,7 +409,7 @@ class _Run:
     # --- What people see ---------------------------------------------------------------------------------------------
 
     def _tell(self, line: str) -> None:
-        if self.first:
+        if self.first and not self.settings.quiet:
             print(line, flush=True)
 
     def _tell_start(self) -> None:

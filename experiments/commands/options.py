@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +61,19 @@ Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="How long 
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", parser=whole_number(0), help="Seed of everything that is drawn at random.")
 ]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.", show_default=False)]
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write the trace as JSON, which Perfetto opens; '-' is standard output.",
+        show_default=False,
+    ),
+]
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar="FILE", help="Draw the timeline: .png, .svg or .pdf.", show_default=False)
+]
 ReportFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.", show_default=False),
@@ -94,10 +108,11 @@ def read_job(model: str, global_batch: int, sequence_length: int | None, precisi
     return Job(shape, tokens, global_batch, precision)
 
 
-def files_behind(cluster: Cluster, model: str | Transformer) -> list[Path]:
-    """The files that were read because others name them: the cluster's matrix, the model's configuration."""
-    matrix = cluster.bandwidth_matrix
-    files = [matrix.file if matrix is not None else None, model_file(model) if isinstance(model, str) else None]
+def files_behind(cluster: Cluster | None, *models: str | Transformer | None) -> list[Path]:
+    """The files that were read because others name them: the cluster's matrix, the models' configurations."""
+    matrix = cluster.bandwidth_matrix if cluster is not None else None
+    files = [matrix.file if matrix is not None else None]
+    files += [model_file(model) if isinstance(model, str) else None for model in models]
     return [file for file in files if file is not None]
 
 
@@ -109,3 +124,12 @@ def read_clusters(paths: list[Path]) -> list[Cluster]:
             if clusters[j].name == cluster.name:
                 raise InputError(f"{paths[i]}: the cluster's name {cluster.name!r} is taken by {paths[j]} already")
     return clusters
+
+
+@contextmanager
+def errors_about(path: Path) -> Iterator[None]:
+    """Puts the file's name before the errors that know the plan, but not where it was read from."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from experiments.commands.options import ClusterFile, ReportFile, Seed, files_behind
+from experiments.commands.options import (
+    ClusterFile,
+    PlanFile,
+    ReportFile,
+    Seed,
+    TimelineFile,
+    TraceFile,
+    errors_about,
+    files_behind,
+)
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.output import outputs
 from experiments.tables import plan_table, report_table, timeline_title
@@ -21,7 +27,6 @@ from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.plan import read_plan
 from sim.spec.program import dry_run, program_text
-from sim.spec.reading import InputError
 from sim.spec.trace import trace_json
 
 
@@ -36,19 +41,6 @@ def _fraction(text: object) -> float:
     return number
 
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.", show_default=False)]
-TraceFile = Annotated[
-    str | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Write the trace as JSON, which Perfetto opens; '-' is standard output.",
-        show_default=False,
-    ),
-]
-TimelineFile = Annotated[
-    Path | None, typer.Option("--timeline", metavar="FILE", help="Draw the timeline: .png, .svg or .pdf.", show_default=False)
-]
 ProgramFile = Annotated[
     str | None,
     typer.Option(
@@ -102,7 +94,7 @@ def simulate(
     where = read_cluster(cluster)
     what = read_plan(plan)
     files.spare(files_behind(where, what.model))
-    with _errors_about(plan):
+    with errors_about(plan):
         for name in what.devices:
             where.device(name)
         instructions = None
@@ -121,7 +113,7 @@ def simulate(
         tell_error(f"{plan} is not feasible: {reason.message}" + (f"; {left_out}: nothing was written" if left_out else ""))
         files.finish()
         raise typer.Exit(NO_ANSWER)
-    with _errors_about(plan):
+    with errors_about(plan):
         done = simulate_plan(what, where, seed=seed, jitter=jitter)
         measures = report(done, where, time.perf_counter() - began)
     if instructions is not None:
@@ -135,12 +127,3 @@ def simulate(
     files.console.print(report_table(measures, what, where))
     files.console.print()
     files.finish()
-
-
-@contextmanager
-def _errors_about(path: Path) -> Iterator[None]:
-    """Puts the file's name before the errors that know the plan, but not where it was read from."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None

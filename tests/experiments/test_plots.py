@@ -14,7 +14,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from experiments.plots import _STYLES, MfuCell, plot_mfu_bars, plot_timeline, save_figure
+from experiments.plots import _STYLES, MfuCell, plot_mfu_bars, plot_timeline, plot_two_timelines, save_figure
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import NOMINAL_EFFICIENCY, GpuKind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
@@ -207,6 +207,44 @@ def test_long_device_lists_are_shortened() -> None:
     assert label.startswith("p0s0  10x RTX4090  node-0/0 node-1/0")
     assert label.endswith("…")
     assert_nothing_is_cut_off(ax)
+
+
+# --- Two timelines ---------------------------------------------------------------------------------------------------
+
+
+def test_two_timelines_have_one_time_axis_one_order_of_lanes_and_one_legend() -> None:
+    upper, lower = trace_of(2, 2, 4, 0.02), trace_of(2, 2, 4, 0.01)
+    turned = replace(lower, lanes=dict(reversed(list(lower.lanes.items()))))
+    above, below = plot_two_timelines(upper, turned, ("measured", "simulated"), CLUSTER)
+    assert above.get_xlim() == below.get_xlim() and below.get_xlim()[1] == pytest.approx(upper.iteration_s * 1e3)
+    assert (above.get_xlabel(), below.get_xlabel()) == ("", "time in ms")
+    lanes = [[label.get_text() for label in ax.get_yticklabels()] for ax in (above, below)]
+    assert lanes[0] == lanes[1] and lanes[0][0].startswith("p0s0")
+    assert [ax.get_title(loc="left") for ax in (above, below)] == ["measured", "simulated"]
+    assert bars(above) == bars(below)
+    figure_of(above).draw_without_rendering()
+    boxes = [ax.get_window_extent() for ax in (above, below)]
+    assert boxes[0].y0 > boxes[1].y1 and (boxes[0].x0, boxes[0].x1) == (boxes[1].x0, boxes[1].x1)
+    (legend,) = figure_of(above).legends
+    assert legend.get_window_extent().y1 < boxes[1].y0
+    assert_nothing_is_cut_off(above)
+
+
+def test_a_span_of_the_shorter_timeline_is_half_as_long_and_what_comes_after_its_end_is_grey() -> None:
+    upper, lower = trace_of(1, 2, 1, 0.02), trace_of(1, 2, 1, 0.01)
+    above, below = plot_two_timelines(upper, lower)
+    first = [next(c for c in ax.collections if c.get_label() == "forward").get_paths()[0].get_extents() for ax in (above, below)]
+    assert (first[0].x0, first[0].x1) == pytest.approx((20, 40)) and (first[1].x0, first[1].x1) == pytest.approx((10, 20))
+    assert [len(ax.patches) for ax in (above, below)] == [0, 1]
+    grey = below.patches[0].get_window_extent().transformed(below.transData.inverted())
+    assert (grey.x0, grey.x1) == pytest.approx((lower.iteration_s * 1e3, upper.iteration_s * 1e3))
+    words = [text.get_text() for text in figure_of(above).legends[0].get_texts()]
+    assert words[-2:] == ["idle", "ended"]
+
+
+def test_timelines_of_other_lanes_are_not_drawn_below_one_another() -> None:
+    with pytest.raises(InputError, match=r"lane by lane.*p0s0, p0s1 .*p0s0, p0s1, p0s2"):
+        plot_two_timelines(trace_of(1, 2, 1), trace_of(1, 3, 1))
 
 
 # --- MFU bars --------------------------------------------------------------------------------------------------------

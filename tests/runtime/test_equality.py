@@ -116,6 +116,16 @@ PLANS = {
     "zero 2, two stages, uneven replicas": plan_of(
         GPT, pipeline(3, 2, ((0, 3), ((0,), 1), ((1, 2), 2)), ((3, 4), ((3,), 2), ((4,), 1))), zero_stage=2
     ),
+    "zero 3, unequal degrees, recomputed": plan_of(
+        LLAMA, pipeline(1, 3, ((0, 4), (0, 1), "full")), pipeline(2, 3, ((0, 4), (2,))), zero_stage=3
+    ),
+    "zero 3, two stages, uneven replicas": plan_of(
+        GPT,
+        pipeline(3, 2, ((0, 3), ((0,), 1), ((1, 2), 2)), ((3, 4), ((3,), 2), ((4,), 1))),
+        zero_stage=3,
+        schedule="gpipe",
+        sequence_parallel=True,
+    ),
     "reductions after the backward": plan_of(
         LLAMA, pipeline(1, 2, ((0, 4), (0,))), pipeline(1, 2, ((0, 2), (1,)), ((2, 4), (2,))), overlap_gradients=False
     ),
@@ -169,7 +179,8 @@ def test_losses_in_fp32_equal_those_of_one_process(name: str, workers: Workers, 
     losses, weights = reference(plan, chosen, torch.float32)
     assert outcome.losses == pytest.approx(losses, abs=1e-5, rel=1e-5)
     for key, weight in weights.items():
-        assert (outcome.weights[key] - weight).norm() <= 1e-5 * weight.norm(), key
+        # The bias of the keys has no gradient but rounding, because softmax takes no notice of it: it stays at 1e-14.
+        assert (outcome.weights[key] - weight).norm() <= 1e-5 * weight.norm() + 1e-12, key
 
 
 # --- Random plans ----------------------------------------------------------------------------------------------------
@@ -197,7 +208,6 @@ def runnable_plans(draw: DrawFn) -> Plan:
     plan = dataclasses.replace(
         plan,
         sequence_length=16,
-        zero_stage=min(plan.zero_stage, 2),
         precision="fp32",
         gradient_precision="fp32",
     )

@@ -446,9 +446,8 @@ def test_what_can_be_known_is_told_before_any_worker_starts(launcher: Launcher, 
     _, settings = launcher.files()
     plan = parse_plan(json.dumps(PLAN))
     assert refused(dataclasses.replace(settings, data="text:missing"), plan).startswith("missing: ")
-    assert (
-        refused(settings, dataclasses.replace(plan, zero_stage=3)) == "the runtime runs zero_stage 0, 1 and 2, but the plan has 3"
-    )
+    of_fp8 = "the runtime trains in fp32, tf32, fp16, bf16, but the plan's precision is fp8"
+    assert refused(settings, dataclasses.replace(plan, precision="fp8")) == of_fp8
     on_gpus = dataclasses.replace(settings, device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert refused(on_gpus, plan) == "device cuda needs a GPU, but torch finds none on this machine"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.data import Order as SampleOrder
+from runtime.data import open_data
 from runtime.interpreter import Interpreter
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
@@ -17,6 +19,7 @@ from sim.spec.gpu import gpu_kind
 from sim.spec.program import INSTRUCTIONS, Instruction, dry_run, instruction_text, parse_instruction, parse_program, program_text
 from sim.spec.reading import InputError
 from sim.spec.trace import ACTIVITIES, BACKGROUND
+from sim.spec.transformer import transformer
 from tests.runtime.test_equality import GPT, LLAMA, PLANS, assert_equal, pipeline, plan_of, reference, settings_of
 from tests.runtime.workers import WORKERS, Order, Workers, token_file
 
@@ -31,6 +34,7 @@ TOKENS = 4000
         ("degree 4 beside 1, sequence parallel", "zero 1, unequal replicas"),
         ("zero 1, unequal replicas", "three stages, gpipe"),
         ("zero 2, unequal degrees", "one device"),
+        ("zero 1, tied, sequence parallel", "zero 3, two stages, uneven replicas"),
         ("ends alone", "tied embeddings over stages"),
     ],
 )
@@ -147,6 +151,42 @@ def test_what_goes_through_the_hosts_memory_arrives(name: str, workers: Workers,
     chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64", steps=2)
     outcome = workers.train(Order(plan, chosen, staged=True))
     assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_hugging_face_model_goes_on_learning_by_a_plan(family: str, workers: Workers, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+        )
+        base = PLANS["degrees 2, 1 and 2 for the same layers"]
+    else:
+        config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64, n_inner=64)
+        config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+        base = PLANS["tied embeddings over stages"]
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "weights")
+    plan = dataclasses.replace(base, model=transformer(str(tmp_path / "weights")))
+    chosen = settings_of(plan, token_file(tmp_path, 96, TOKENS), steps=4, weights=tmp_path / "weights", clip_norm=0.0)
+    chosen = dataclasses.replace(chosen, weight_decay=0.0, rate_schedule="constant", warm_up_steps=0)
+    outcome = workers.train(Order(plan, chosen))
+
+    tokens = open_data(chosen.data, "auto", 96, plan.sequence_length)
+    order = SampleOrder(tokens.samples, chosen.seed)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=chosen.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(chosen.steps):
+        at = range(step * plan.global_batch, (step + 1) * plan.global_batch)
+        windows = torch.stack([torch.as_tensor(tokens.window(order.sample(position))) for position in at])
+        logits = theirs(windows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert outcome.losses == pytest.approx(losses, rel=1e-4)
 
 
 def test_the_learning_is_by_all_tokens_alike(workers: Workers, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
     from runtime import collectives
     from runtime.data import open_data
     from runtime.gradients import reduction_ranks
+    from runtime.huggingface import load_weights
     from runtime.settings import check_runnable
     from runtime.training import Trainer
     from runtime.world import Connections, World, lane_ranks
@@ -162,7 +163,8 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
     world = World(plan, program, connections)
     watch: Any = QuietWatch()
     tokens = open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
-    trainer = Trainer(world, settings, tokens, watch)
+    initial = None if settings.weights is None else load_weights(settings.weights, plan.transformer).rows
+    trainer = Trainer(world, settings, tokens, watch, initial)
     first = trainer.resume(order.resume) if order.resume is not None else order.first
     facts = [trainer.step(step) for step in range(first, settings.steps if order.stop is None else order.stop)]
     if order.save is not None:

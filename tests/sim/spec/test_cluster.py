@@ -59,6 +59,7 @@ def nodes_refused(folder: Path, *entries: str, rest: str = "") -> str:
         ("a100-1024", {"A100-80GB-SXM": [8] * 128}),
         ("mixed-nics", {"A100-80GB-SXM": [8, 8], "H100-80GB-SXM": [8, 8]}),
         ("two-sites", {"RTX4090": [4, 4], "A100-80GB-SXM": [8, 8]}),
+        ("cpu-4", {"CPU": [4]}),
         ("with-matrix", {"A100-40GB-PCIe": [4], "RTX4090": [4, 4], "RTX3090": [4]}),
     ],
 )
@@ -80,6 +81,7 @@ def test_every_example_cluster_is_tested_here() -> None:
         "hexiscale-homogeneous-32",
         *(f"hexiscale-mixed-{letter}" for letter in "abc"),
         "a100-1024",
+        "cpu-4",
         "mixed-nics",
         "two-sites",
         "with-matrix",
