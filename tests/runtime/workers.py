@@ -122,11 +122,12 @@ class QuietWatch:
 
     def __init__(self) -> None:
         self.step, self.phase = 0, ""
-        self.instructions: list[Any] = []
+        self.instructions: dict[Any, None] = {}
+        """Those of the first step, in the order in which they begin; what is waited for later has begun already."""
 
     def enter(self, instruction: Any, peer: str | None = None) -> None:
         if self.step == 0:
-            self.instructions.append(instruction)
+            self.instructions.setdefault(instruction)
 
     def leave(self) -> None:
         pass
