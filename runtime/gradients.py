@@ -179,6 +179,12 @@ def runs(section: Section, piece_slice: Slice, rank: int) -> tuple[Run, ...]:
 # --- The numbers -----------------------------------------------------------------------------------------------------
 
 
+def is_sharded(plan: Plan, lane: Lane, layers: LayerRange) -> bool:
+    """Whether a lane has a section's parameters only while it uses them: of the layers it shares, under ZeRO 3."""
+    shared = any(isinstance(i, ReduceGradients) and i.layers == layers for i in lane.instructions)
+    return plan.zero_stage >= 3 and layers[0] < layers[1] and shared
+
+
 class SliceGradient:
     """The gradient of one slice on one rank: `value` is, after `Gradients.finish`, what this rank's optimizer takes.
 
@@ -301,6 +307,11 @@ class Gradients:
         found = self.slices[layers]
         for gradient in found:
             self._begin(gradient, flat, done if gradient is found[-1] else None, waits)
+        if layers not in self._flat:
+            # What is scattered is kept until it is: of no more than two sections, as the simulator's estimate has it.
+            sections = list(dict.fromkeys(pending.gradient.section.layers for pending in self._pending))
+            for oldest in sections[:-2]:
+                self._settle(lambda pending, oldest=oldest: pending.gradient.section.layers == oldest)  # type: ignore[misc]
 
     def _begin(
         self, gradient: SliceGradient, flat: torch.Tensor, done: Callable[[], None] | None, waits: Callable[[], None]

@@ -114,6 +114,7 @@ class Interpreter:
         self._loss.zero_()
         self._watch.step = step
         self._recorder.start_step(step)
+        self._watch.enter(self._lane.instructions[0], self._peers[self._lane.instructions[0]])
         self._messages.start()
         watch, recorder, execute, peers = self._watch, self._recorder, self._execute, self._peers
         for instruction in self._lane.instructions:
@@ -127,6 +128,8 @@ class Interpreter:
             recorder.end(instruction, self._begun, self._messages.num_bytes(instruction) if isinstance(instruction, Recv) else 0)
         self._messages.finish()
         self._optimizer.finish_gathers()
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)  # while the watch still knows what is waited for
         watch.leave()
         recorder.finish_step()
         if self._facts is None:
@@ -142,10 +145,10 @@ class Interpreter:
         embeds, ends = lane.embedding and start == 0, lane.head and stop == layers
         labels_SB: torch.Tensor | None = None
         if embeds or ends:
-            x, labels_SB = self._batches.micro_batch(self._consumed, lane.pipeline, m, lane.sequences)
-            labels_SB = labels_SB.to(self._world.device, non_blocking=True)
+            tokens_SB, found_SB = self._batches.micro_batch(self._consumed, lane.pipeline, m, lane.sequences)
+            labels_SB = self._on_device(found_SB) if ends else None
         if embeds:
-            x = x.to(self._world.device, non_blocking=True)
+            x = self._on_device(tokens_SB)
         elif (RecvActivation, m, start) in self._received:
             x = self._assembled(RecvActivation, m, start)
         else:
@@ -167,6 +170,11 @@ class Interpreter:
                 self._loss += x.detach() / self._tokens
         else:
             self._outputs[m, stop] = x.detach()
+
+    def _on_device(self, numbers_SB: torch.Tensor) -> torch.Tensor:
+        """A batch's numbers on the worker's device. From pinned memory a GPU fetches them while the host goes on."""
+        device = self._world.device
+        return numbers_SB.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers_SB
 
     def _atoms(self, part: LayerRange) -> list[LayerRange]:
         """The smallest parts of the model that a part is made of."""

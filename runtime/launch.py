@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -110,6 +112,30 @@ def _environment(settings: Settings, workers: int) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(1, cores // workers))
     return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def use_interface_to(address: str) -> None:
+    """Nothing; has gloo use the network that leads to an address, unless the user says which (GLOO_SOCKET_IFNAME).
+
+    By default it takes the address of the host's name, which on many systems is 127.0.1.1: no other node finds that. Where the
+    interface cannot be told, as outside of Linux, gloo is left to its default.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # which sends nothing, but chooses the way
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    request = struct.pack("256s", name.encode()[:15])
+                    if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]) == own:  # SIOCGIFADDR
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+                        return
+    except (ImportError, OSError):
+        return
 
 
 def first_cause(devices: Sequence[str], ending: Ending, failures: Sequence[Failure]) -> RunFailed:

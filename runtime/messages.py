@@ -17,7 +17,7 @@ import torch
 
 from runtime.collectives import Pending, all_gather, receive, send
 from runtime.parameters import share
-from runtime.world import World
+from runtime.world import World, shared_rows
 from sim.spec.program import Lane, Recv, RecvActivation, RecvGradient, Send, SendActivation, SendGradient, matching_send
 
 
@@ -57,6 +57,9 @@ class Messages:
         self._tags = {(peer, send): tag for peer in peers for tag, send in enumerate(self._sends(self._lane, peer))}
         self._releases = {peer: self._released(by_name[peer]) for peer in peers}
         self._channels: dict[str, _Channel] = {}
+        # A receive of NCCL's occupies the GPU until its message comes. In the first iteration CUDA loads kernels and NCCL
+        # connects, both of which may wait for the GPU to be idle: then nothing may be posted that is not needed next.
+        self._ahead = world.backend == "gloo"
         self._kept: dict[Send, tuple[torch.Tensor, list[Pending], Callable[[], None]]] = {}
 
     @staticmethod
@@ -78,7 +81,7 @@ class Messages:
     def start(self) -> None:
         """Nothing; begins an iteration: posts the first receive of every channel."""
         self._channels = {peer: _Channel(deque(enumerate(sends))) for peer, sends in self._incoming.items()}
-        for peer in self._channels:
+        for peer in self._channels if self._ahead else ():
             self._post(peer)
 
     def _post(self, peer: str) -> None:
@@ -94,8 +97,8 @@ class Messages:
         works = []
         senders = world.ranks[peer]
         for i, rank in enumerate(senders):
-            a, b = share(self._sequence_length, i, len(senders))
-            low, high = max(a, start), min(b, stop)
+            here = (world.index, self._lane.tensor_parallel)
+            low, high = shared_rows(self._sequence_length, (i, len(senders)), here)
             if low < high:
                 works.append(receive(rows[low - start : high - start], rank, *world.message(rank, world.rank, tag)))
         channel.posted.append(_Posted(send, rows, works))
@@ -112,7 +115,7 @@ class Messages:
             work.wait()
         for taken in self._releases[peer].get(wanted, ()):
             self._release(taken)
-        if not channel.posted:
+        if self._ahead and not channel.posted:
             self._post(peer)
         return posted.rows if self._sequence_parallel else self._gathered(posted.rows)
 
@@ -148,8 +151,8 @@ class Messages:
         receivers = world.ranks[instruction.peer]
         works = []
         for j, rank in enumerate(receivers):
-            a, b = share(self._sequence_length, j, len(receivers))
-            low, high = max(a, start), min(b, stop)
+            here = (world.index, lane.tensor_parallel)
+            low, high = shared_rows(self._sequence_length, here, (j, len(receivers)))
             if low < high:
                 works.append(send(mine[low - start : high - start], rank, *world.message(world.rank, rank, tag)))
         self._kept[instruction] = (mine, works, done)
@@ -164,3 +167,4 @@ class Messages:
         """Nothing; ends an iteration: waits until everything that was sent is taken."""
         for instruction in list(self._kept):
             self._release(instruction)
+        self._ahead = True

@@ -46,9 +46,7 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
     """Which of (query, key) a causal window lets through; None where it is no narrower than the causal mask."""
     if window is None or length <= window:
         return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def _rotated(x_SBND: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from runtime.checkpoints import Stretch
 from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
-from runtime.gradients import Gradients, SliceGradient
+from runtime.gradients import Gradients, SliceGradient, is_sharded
 from runtime.parameters import Parameter, Section
 from runtime.settings import Settings
 from runtime.world import World
@@ -164,11 +164,7 @@ class Optimizer:
         self._since_overflow = 0
         self._loss = self._norm = math.nan
         self._gathers: list[_Gather] = []
-        self._sharded = {
-            layers
-            for layers, found in gradients.slices.items()
-            if plan.zero_stage >= 3 and layers[0] < layers[1] and any(gradient.shared for gradient in found)
-        }
+        self._sharded = {layers for layers in sections if is_sharded(plan, world.lane, layers)}
         """Sections whose parameters are here only while they are used (ZeRO 3)."""
         self._set_states()
 
@@ -184,14 +180,13 @@ class Optimizer:
 
     def initialise(self, initial: Initial) -> None:
         """Nothing; draws the first weights, of the master copies and of the parameters."""
-        for section in self._sections.values():
-            for segment in section.segments:
+        for layers, section in self._sections.items():
+            for segment in section.segments if layers not in self._sharded else ():
                 drawn = initial(segment.parameter, segment.start, segment.stop)
                 section.values[segment.offset : segment.offset + segment.size].copy_(drawn)
         for master in self._all:
             if not master.aliased:
                 master.initialise(initial)
-        self.release(None)
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -275,6 +270,10 @@ class Optimizer:
             if told is not None:
                 tell_when_done(work, told, mine)
             self._gathers.append(_Gather(master, work, everything, told, waits))
+        # Gathered numbers exist twice until they are in their places: of two sections, not of all.
+        waiting = list(dict.fromkeys(gather.master.gradient.section.layers for gather in self._gathers))
+        for oldest in waiting[:-2]:
+            self._finish(lambda gather, oldest=oldest: gather.master.gradient.section.layers == oldest)  # type: ignore[misc]
 
     def _spread(self, master: _Master, everything: torch.Tensor) -> None:
         """Copies the gathered numbers of a slice to their places in the section."""
@@ -285,28 +284,28 @@ class Optimizer:
 
     def finish_gathers(self, within: LayerRange | None = None) -> None:
         """Nothing; waits until the gathered parameters are in their places: all, or those of the layers within a range."""
-        left = []
-        for gather in self._gathers:
-            if within is not None and not _is_within(gather.master.gradient.section.layers, within):
-                left.append(gather)
-                continue
+        self._finish(lambda gather: within is None or _is_within(gather.master.gradient.section.layers, within))
+
+    def _finish(self, wanted: Callable[[_Gather], bool]) -> None:
+        """Waits for the gathers of which `wanted` is true, and puts their numbers in their places."""
+        finished = [gather for gather in self._gathers if wanted(gather)]
+        self._gathers = [gather for gather in self._gathers if not wanted(gather)]
+        for gather in finished:
             gather.waits()
             gather.work.wait()
             self._spread(gather.master, gather.everything)
             if gather.done is not None:
                 gather.done()
-        self._gathers = left
 
-    def release(self, within: LayerRange | None) -> None:
-        """Nothing; forgets the parameters that are here only while they are used: all, or those of the layers within a range."""
+    def release(self, within: LayerRange) -> None:
+        """Nothing; forgets those parameters of the layers within a range that are here only while they are used."""
         for layers in self._sharded:
-            if within is None or _is_within(layers, within):
+            if _is_within(layers, within):
                 self._sections[layers].release()
 
-    def gather_all(self) -> None:
-        """Nothing; brings every parameter here, to be read. `release` forgets those that are not kept."""
-        for layers in self._masters:
-            self.gather(layers, _nothing, _nothing)
+    def bring(self, layers: LayerRange) -> None:
+        """Nothing; brings a section's parameters here, to be read, as all workers that hold it do together."""
+        self.gather(layers, _nothing, _nothing)
         self.finish_gathers()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
@@ -321,18 +320,20 @@ class Optimizer:
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says beside the numbers."""
-        return {"updates": self.updates, "loss_scale": self.loss_scale, "since_overflow": self._since_overflow}
+        scale = self.loss_scale if self._scales else None
+        return {"updates": self.updates, "loss_scale": scale, "since_overflow": self._since_overflow}
 
     def resume(self, facts: Mapping[str, Any]) -> None:
         """Nothing; after the wanted stretches are filled: takes the counts, and brings the parameters to the masters' values."""
         self.updates = int(facts["updates"])
-        if self._scales:
+        if self._scales and facts["loss_scale"] is not None:
             self.loss_scale, self._since_overflow = float(facts["loss_scale"]), int(facts["since_overflow"])
         self._set_states()
         for master in self._all:
             master.write_back()
-        self.gather_all()
-        self.release(None)
+        for layers in self._masters:
+            if layers not in self._sharded:
+                self.bring(layers)
 
 
 def _is_within(layers: LayerRange, within: LayerRange) -> bool:

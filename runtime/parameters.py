@@ -230,9 +230,14 @@ class Section:
                 if segment.offset != at or segment.parameter.width != segments[0].parameter.width:
                     raise ValueError(f"{', '.join(names)} do not stand one after the other")
                 at += segment.size
+            released = self.values.untyped_storage().nbytes() == 0
+            if released:
+                self.restore()  # torch makes no view of memory that is not there
             flat = self.values[start:at]
             width = segments[0].parameter.width
             self.parameters[names] = torch.nn.Parameter(flat if width is None else flat.view(-1, width))
+            if released:
+                self.release()
             self.spans[names] = (start, at)
         return self.parameters[names]
 

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from runtime import checkpoints, huggingface
 from runtime.data import Batches, Order, Tokens, open_data
-from runtime.gradients import Gradients, lane_sections, reduction_ranks, section_parameters
+from runtime.gradients import Gradients, is_sharded, lane_sections, reduction_ranks, section_parameters
 from runtime.interpreter import Interpreter
-from runtime.launch import ranked_devices
+from runtime.launch import ranked_devices, use_interface_to
 from runtime.messages import Messages
 from runtime.model import ModelPart
 from runtime.optimizer import Initial, Optimizer, StepFacts
-from runtime.parameters import Parameter, Section, initial_values, model_parameters
+from runtime.parameters import Parameter, Section, initial_values, model_parameters, rows_of
 from runtime.peak import gpu_kind_name, memory_peak_bytes, peak_flop_per_s, start_memory_watch
 from runtime.recorder import WARM_UP, Clocks, Recorder, choose_step, gather_trace, measure_offsets
 from runtime.results import RunResult, write_result
@@ -33,9 +33,11 @@ from runtime.watch import Watch
 from runtime.world import Connections, World, lane_ranks
 from sim.spec.counts import model_flop
 from sim.spec.plan import LayerRange, Plan, Stage
-from sim.spec.program import Lane, Program
+from sim.spec.program import Lane
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer, to_table
+
+Result = TypeVar("Result")
 
 # --- One worker's part of the training -------------------------------------------------------------------------------
 
@@ -59,22 +61,20 @@ def model_parts(lane: Lane) -> list[LayerRange]:
 class Trainer:
     """One worker's model, optimizer, messages and data, and the step that all of them take together."""
 
-    def __init__(
-        self, world: World, settings: Settings, tokens: Tokens, watch: Watch, initial: Initial | None = None, trace: bool = True
-    ) -> None:
+    def __init__(self, world: World, settings: Settings, tokens: Tokens, watch: Watch, initial: Initial | None = None) -> None:
         plan, lane, transformer = world.plan, world.lane, world.plan.transformer
         self.world, self.settings, self.plan = world, settings, plan
         dtype = DTYPES[settings.precision or plan.precision]
         gradient_dtype = (
             dtype if dtype == torch.float64 else {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.gradient_precision]
         )
-        sections = {
-            layers: Section(
-                section_parameters(transformer, lane, layers), layers, world.index, lane.tensor_parallel, dtype, world.device
-            )
-            for layers in lane_sections(transformer, lane)
-        }
-        self.sections = sections
+        self.sections: dict[LayerRange, Section] = {}
+        sections = self.sections
+        for layers in lane_sections(transformer, lane):
+            held = section_parameters(transformer, lane, layers)
+            sections[layers] = Section(held, layers, world.index, lane.tensor_parallel, dtype, world.device)
+            if is_sharded(plan, lane, layers):
+                sections[layers].release()
         self.recorder = Recorder(world.device)
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
@@ -99,10 +99,11 @@ class Trainer:
         self.optimizer.initialise(initial or _drawn(transformer, settings.seed))
         self.consumed = 0
         """Samples used so far."""
+        self._order = Order(tokens.samples, settings.seed)
         self.interpreter = Interpreter(
             world,
             parts,
-            Batches(tokens, Order(tokens.samples, settings.seed), plan),
+            Batches(tokens, self._order, plan),
             Messages(world, dtype),
             self.gradients,
             self.optimizer,
@@ -110,6 +111,10 @@ class Trainer:
             watch,
             deferred,
         )
+
+    def prepare(self) -> None:
+        """Nothing; shuffles the epoch, which takes long where it has a billion samples, before anybody waits for it."""
+        self._order.sample(self.consumed)
 
     def step(self, step: int) -> StepFacts:
         """What the step of this number, counted from 0, did."""
@@ -119,30 +124,57 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[Parameter, torch.Tensor | None]]:
         """All parameters, whole, in canonical order, on the first rank; None on the others, which take part."""
-        control = self.world.control
-        self.optimizer.gather_all()
+        world, here = self.world, None
         for parameter in model_parameters(self.plan.transformer):
-            mine = [
-                (segment.start, segment.stop, section.values[segment.offset : segment.offset + segment.size].cpu())
-                for section in self.sections.values()
-                for segment in section.segments
-                if segment.parameter.name == parameter.name
-            ]
-            found: list[Any] = [mine]
-            if control is not None:
-                everyone: list[Any] | None = [None] * len(self.world.everyone) if self.world.rank == 0 else None
-                dist.gather_object(mine, everyone, group=control, dst=0)
-                found = everyone or []
-            if self.world.rank != 0:
-                yield parameter, None
+            found = self._holding(parameter)
+            if found is not None and found.layers != here:
+                if here is not None:
+                    self.optimizer.release(here)
+                here = found.layers
+                if is_sharded(self.plan, world.lane, here):
+                    self.optimizer.bring(here)
+            yield parameter, self._whole(parameter, found)
+        if here is not None:
+            self.optimizer.release(here)
+
+    def _holding(self, parameter: Parameter) -> Section | None:
+        """The section that holds a parameter, or None."""
+        for section in self.sections.values():
+            if any(segment.parameter == parameter for segment in section.segments):
+                return section
+        return None
+
+    def _whole(self, parameter: Parameter, section: Section | None) -> torch.Tensor | None:
+        """A parameter on the first rank, of the rows that the first lane's devices which hold it send there."""
+        world, plan = self.world, self.plan
+        held_by = next(
+            lane
+            for lane in world.program.lanes
+            for layers in lane_sections(plan.transformer, lane)
+            if parameter in section_parameters(plan.transformer, lane, layers)
+        )
+        parts: dict[tuple[int, int], int] = {}  # rows to the first of the ranks that have them
+        for index, rank in enumerate(world.ranks[held_by.name]):
+            parts.setdefault(rows_of(parameter, index, held_by.tensor_parallel), rank)
+        dtype = DTYPES[self.settings.precision or plan.precision]
+        whole = torch.empty(parameter.size, dtype=dtype) if world.rank == 0 else None
+        for (start, stop), rank in parts.items():
+            if start == stop or world.rank not in (0, rank):
                 continue
-            whole = torch.empty(parameter.size, dtype=mine[0][2].dtype if mine else torch.float32)
-            whole = whole.to(next((rows.dtype for held in found for _, _, rows in held), whole.dtype))
-            for held in found:
-                for start, stop, rows in held:
-                    whole[start * parameter.row_size : stop * parameter.row_size] = rows
-            yield parameter, whole if parameter.width is None else whole.view(parameter.rows, parameter.width)
-        self.optimizer.release(None)
+            rows = torch.empty((stop - start) * parameter.row_size, dtype=dtype)
+            if world.rank == rank:
+                assert section is not None
+                segment = next(segment for segment in section.segments if segment.parameter == parameter)
+                rows.copy_(section.values[segment.offset : segment.offset + segment.size])
+                if rank != 0:
+                    dist.send(rows, 0, group=world.control)
+            elif whole is not None:
+                dist.recv(rows, rank, group=world.control)
+            if whole is not None:
+                whole[start * parameter.row_size : stop * parameter.row_size] = rows
+        if whole is None or parameter.width is None:
+            return whole
+        return whole.view(parameter.rows, parameter.width)
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -218,6 +250,9 @@ def train(plan: Plan, settings: Settings, watch: Watch) -> None:
     """
     place = _Place(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
     watch.phase = "starting"
+    if int(os.environ.get("LOCAL_WORLD_SIZE", place.workers)) < place.workers:
+        use_interface_to(os.environ["MASTER_ADDR"])
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else NCCL connects when the GPU may be waiting for a peer
     # Workers start unevenly, on a busy machine by more than they may wait for one another afterwards.
     dist.init_process_group("gloo", timeout=timedelta(seconds=max(settings.timeout_s, LEAST_START_S)))
     _train(plan, settings, watch, place)
@@ -257,7 +292,14 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     connections = Connections(device, settings.chosen_backend, settings.timeout_s)
     connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
     world = World(plan, program, connections)
-    trainer, done = _together(world, lambda: _built(world, program, settings, watch))
+    chosen = _together(world, lambda: _chosen_checkpoint(world, settings))
+    checkpoint = world.told_by_first(chosen)
+    trainer = _together(world, lambda: _built(world, settings, watch, checkpoint))
+    done = 0
+    if checkpoint is not None:
+        watch.phase = f"resuming {checkpoint}"
+        done = trainer.resume(checkpoint)
+    trainer.prepare()
     kind = _kind(device)
     peak, measured = _peak(world, settings.precision or plan.precision, kind)
     run = _Run(trainer, watch, done, peak, measured, kind)
@@ -273,21 +315,20 @@ def _agree(problem: Exception | None) -> None:
         raise first
 
 
-def _together(world: World, work: Callable[[], tuple[Trainer, int]]) -> tuple[Trainer, int]:
-    """What the work gives; a mistake that one worker finds, all raise."""
+def _together(world: World, work: Callable[[], Result]) -> Result:
+    """What the work gives, in which no worker waits for another; a mistake that one of them finds, all raise."""
     problem: Exception | None = None
-    result: tuple[Trainer, int] | None = None
+    results: list[Result] = []
     try:
-        result = work()
+        results.append(work())
     except (InputError, OSError) as error:
         problem = error
     world.agree(problem)
-    assert result is not None
-    return result
+    return results[0]
 
 
-def _built(world: World, program: Program, settings: Settings, watch: Watch) -> tuple[Trainer, int]:
-    """The trainer, and the steps it has done: those of the checkpoint that it resumes."""
+def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | None) -> Trainer:
+    """The trainer, with its first weights. What can be wrong with a checkpoint is told before they are drawn."""
     plan = world.plan
     tokens = open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
     if tokens.samples < plan.global_batch:
@@ -300,28 +341,28 @@ def _built(world: World, program: Program, settings: Settings, watch: Watch) -> 
     initial: Initial | None = None
     if settings.weights is not None:
         initial = huggingface.load_weights(settings.weights, plan.transformer).rows
-    checkpoint: Path | None = None
-    if settings.checkpoints is not None:
-        checkpoint = checkpoints.latest(settings.checkpoints)
-        if settings.resume and checkpoint is None:
+    if checkpoint is not None:
+        facts = checkpoints.read_facts(checkpoint)
+        _check_facts(checkpoint, facts, plan, settings)
+        if int(facts["step"]) >= settings.steps:
+            raise InputError(
+                f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, but got {settings.steps}"
+            )
+    return Trainer(world, settings, tokens, watch, initial)
+
+
+def _chosen_checkpoint(world: World, settings: Settings) -> Path | None:
+    """The checkpoint to resume, as the first worker sees it: on a shared file system another may not see the latest yet."""
+    found: Path | None = None
+    if world.rank == 0 and settings.checkpoints is not None:
+        found = checkpoints.latest(settings.checkpoints)
+        if settings.resume and found is None:
             raise InputError(f"{settings.checkpoints}: holds no complete checkpoint to resume")
-        if checkpoint is not None and not settings.resume:
+        if found is not None and not settings.resume:
             raise InputError(
-                f"{settings.checkpoints}: holds {checkpoint.name} of an earlier run; resume it with --resume, or name another "
-                "folder"
+                f"{settings.checkpoints}: holds {found.name} of an earlier run; resume it with --resume, or name another folder"
             )
-    if checkpoint is not None:
-        _check_facts(checkpoint, checkpoints.read_facts(checkpoint), plan, settings)
-    trainer = Trainer(world, settings, tokens, watch, initial)
-    done = 0
-    if checkpoint is not None:
-        watch.phase = f"resuming {checkpoint}"
-        done = trainer.resume(checkpoint)
-        if done >= settings.steps:
-            raise InputError(
-                f"{checkpoint}: has done {done} steps; --steps counts all, and must be more, but got {settings.steps}"
-            )
-    return trainer, done
+    return found
 
 
 def _set_precision(precision: str) -> None:

@@ -34,6 +34,9 @@ TRACEBACK = "MOTLEY_TRACEBACK"
 GRACE_S = 2.0
 """How much longer than the timeout the watchdog waits, so that torch, whose errors say more, is the first to give up."""
 
+LEAST_PHASE_S = 600.0
+"""How long workers wait for one another at least in what is no instruction, such as saving a checkpoint."""
+
 FIRST_TELLS_S = 5.0
 """How long the first worker has to tell of a mistake before the others do."""
 
@@ -42,6 +45,11 @@ _INTERVAL_S = 0.25
 
 _LONGEST = 300
 """Letters of an error's text that are shown."""
+
+
+def control_timeout_s(timeout_s: float) -> float:
+    """How long a phase that is no instruction may take some workers longer than others, in seconds."""
+    return max(10 * timeout_s, LEAST_PHASE_S)
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,8 @@ class Watch:
                 self._give_up(f"was told to end after {self._lasted_s():.3g} s")
             if os.getppid() != self._parent:
                 self._give_up("the process that started the workers has gone")
-            if not self.alone and self.instruction is not None and self._lasted_s() > self.timeout_s + GRACE_S:
+            limit_s = control_timeout_s(self.timeout_s) if self.instruction is None else self.timeout_s
+            if not self.alone and self._lasted_s() > limit_s + GRACE_S:
                 self._give_up(f"no end after {self._lasted_s():.3g} s")
 
     def _lasted_s(self) -> float:

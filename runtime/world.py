@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from runtime.launch import ranked_devices
+from runtime.parameters import share
 from runtime.tensor_parallel import TensorGroup
+from runtime.watch import control_timeout_s
 from sim.spec.plan import Plan
 from sim.spec.program import Lane, Program, Send
 
 Ranks = tuple[int, ...]
-
-NCCL_GRACE_S = 10.0
-"""How much longer NCCL may wait than the watchdog does."""
+Told = TypeVar("Told")
 
 
 def lane_ranks(plan: Plan, program: Program) -> Mapping[str, Ranks]:
@@ -29,7 +30,8 @@ class Connections:
     """The process groups of one process, made by all processes of torch's default group together, which is gloo's.
 
     With NCCL each pair of devices that exchange messages has a communicator for each direction besides, so that no message
-    waits behind one that goes the other way.
+    waits behind one that goes the other way. The control groups, of what is not an iteration's, wait longer than those of
+    messages: to draw weights or to save them takes some workers longer than others. Who has died is seen at once all the same.
     """
 
     def __init__(self, device: torch.device, backend: str = "gloo", timeout_s: float = 60.0) -> None:
@@ -47,28 +49,36 @@ class Connections:
         """
         ranks = lane_ranks(plan, program)
         everyone = tuple(range(len(plan.devices)))
+        patient_s = control_timeout_s(self.timeout_s)
         if everyone not in self._controls:
-            self._controls[everyone] = self._new_group(everyone, "gloo")
-            if self.backend == "gloo":
-                self._groups[everyone] = self._controls[everyone]
+            self._controls[everyone] = self._new_group(everyone, "gloo", patient_s)
+        # NCCL counts from when a work is queued, and ends the process without a word: there the watchdog is the limit.
+        timeout_s = patient_s if self.backend == "nccl" else self.timeout_s
         for members in sorted({*reductions, *ranks.values(), everyone}):
             if members not in self._groups and len(members) > 1:
-                self._groups[members] = self._new_group(members, self.backend)
+                self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
+                if group is not None and self.backend == "nccl":
+                    # A communicator is made at its first use, by all members at once: here, and not where one may be busy.
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         if self.backend == "nccl":
-            for pair in sorted(_pairs(program, ranks) - self._channels.keys()):
-                self._channels[pair] = self._new_group(pair, self.backend)
+            for pair in sorted(message_pairs(plan, program) - self._channels.keys()):
+                self._channels[pair] = channel = self._new_group(pair, self.backend, timeout_s, urgent=True)
+                if channel is not None:  # a message makes another communicator than a collective does
+                    first = torch.zeros(1, device=self.device)
+                    move = dist.send if self.rank == pair[0] else dist.recv
+                    move(first, pair[1] if self.rank == pair[0] else pair[0], group=channel)
 
-    def _new_group(self, ranks: Ranks, backend: str) -> dist.ProcessGroup | None:
+    def _new_group(self, ranks: Ranks, backend: str, timeout_s: float, urgent: bool = False) -> dist.ProcessGroup | None:
         """The group; None where this process is no member."""
-        # NCCL ends a process that waits too long without a word, so the watchdog must be the first to see it.
-        timeout_s = self.timeout_s + (NCCL_GRACE_S if backend == "nccl" else 0.0)
-        made = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
+        options = None
+        if urgent:
+            # Torch has so many streams of each priority: what waits for a peer must not share one with a lane's collectives.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        timeout = timedelta(seconds=timeout_s)
+        made = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
         if self.rank not in ranks:
             return None
         assert isinstance(made, dist.ProcessGroup)
-        if backend == "nccl":
-            # A communicator is made at its first use, by all members at once; here and not where one of them may be busy.
-            dist.all_reduce(torch.zeros(1, device=self.device), group=made)
         return made
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
@@ -81,7 +91,7 @@ class Connections:
 
     def message_group(self, sender: int, receiver: int, everyone: Ranks) -> dist.ProcessGroup:
         """The group that messages from one worker to another go through."""
-        return _member(self._channels[sender, receiver]) if self.backend == "nccl" else self.control(everyone)
+        return _member(self._channels[sender, receiver]) if self.backend == "nccl" else self.group(everyone)
 
 
 def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -89,12 +99,24 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _pairs(program: Program, ranks: Mapping[str, Ranks]) -> set[tuple[int, int]]:
+def shared_rows(rows: int, sender: tuple[int, int], receiver: tuple[int, int]) -> tuple[int, int]:
+    """The `(start, stop)` of a message's rows that one device sends another, each given as (index, of how many); or nothing."""
+    (a, b), (c, d) = share(rows, *sender), share(rows, *receiver)
+    return max(a, c), max(max(a, c), min(b, d))
+
+
+def message_pairs(plan: Plan, program: Program) -> set[tuple[int, int]]:
     """Sender and receiver of all messages between workers."""
+    ranks = lane_ranks(plan, program)
     found = set()
     for lane in program.lanes:
         for peer in {i.peer for i in lane.instructions if isinstance(i, Send)}:
-            found |= {(a, b) for a in ranks[lane.name] for b in ranks[peer]}
+            senders, receivers = ranks[lane.name], ranks[peer]
+            for i, sender in enumerate(senders):
+                for j, receiver in enumerate(receivers):
+                    start, stop = shared_rows(plan.sequence_length, (i, len(senders)), (j, len(receivers)))
+                    if start < stop:
+                        found.add((sender, receiver))
     return found
 
 
@@ -140,6 +162,13 @@ class World:
         """The group and the tag of a message. With NCCL messages of a pair go in their order, with gloo by tag."""
         group = self._connections.message_group(sender, receiver, self.everyone)
         return group, 0 if self.backend == "nccl" else tag
+
+    def told_by_first(self, value: Told) -> Told:
+        """What the first worker has, on all of them."""
+        values = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def agree(self, problem: Exception | None) -> None:
         """Nothing where no worker has a problem; else all raise that of the first rank which has one.
