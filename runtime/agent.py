@@ -90,7 +90,9 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
         # Always SIGTERM: on SIGINT, a worker that is just starting would print a traceback.
         living = {rank for rank, code in self._codes().items() if code is None}
-        super()._shutdown(signal.SIGTERM, GRACE_S)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, GRACE_S)  # here, because torch 2.11's agent cannot be told how long to wait
+        super()._shutdown(signal.SIGTERM)
         self.killed |= {rank for rank in living if self._codes()[rank] == -signal.SIGKILL}
 
     def _codes(self) -> dict[int, int | None]:
