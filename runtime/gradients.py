@@ -248,7 +248,12 @@ class Gradients:
             self.slices[layers] = tuple(SliceGradient(section, s, world.rank, shared, scattered) for s in mine)
             # The ends stay whole under ZeRO 2, too, and are summed once.
             if not (shared and plan.zero_stage >= 2 and layers[0] < layers[1]):
-                self._flat[layers] = torch.zeros(section.size, dtype=dtype, device=world.device)
+                self._flat[layers] = self._zeros(layers)
+
+    def _zeros(self, layers: LayerRange) -> torch.Tensor:
+        """A section's gradient without numbers, with room behind it to fill up the last slice to equal shards."""
+        room = max((len(gradient.slice.ranks) for gradient in self.slices[layers]), default=0)
+        return torch.zeros(self._sections[layers].size + room, dtype=self._dtype, device=self._world.device)
 
     def attach(self) -> None:
         """Nothing; makes autograd accumulate here. Called once, when all parameters of the sections have been made."""
@@ -286,7 +291,7 @@ class Gradients:
         if flat is not None:
             return flat
         section = self._sections[layers]
-        flat = torch.zeros(section.size, dtype=self._dtype, device=self._world.device)
+        flat = self._zeros(layers)
         for names, parameter in section.parameters.items():
             if parameter.grad is not None:
                 start, stop = section.spans[names]
@@ -336,7 +341,8 @@ class Gradients:
         """The slice's numbers of this rank, zero where another rank of the lane answers for them."""
         size = gradient.padded if padded else gradient.slice.size
         whole = gradient.whole
-        if whole is not None and whole.size == size:
+        if whole is not None and whole.offset + size <= len(flat):
+            # No copy: what fills the last shard up may be anything, for nobody takes it.
             return flat[whole.offset : whole.offset + size]
         vector = flat.new_zeros(size)
         for run in gradient.runs:
