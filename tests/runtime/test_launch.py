@@ -369,7 +369,8 @@ def test_a_worker_that_loops_for_ever_ends_the_run_at_the_timeout(launcher: Laun
 
 def test_what_a_worker_started_ends_with_the_run(launcher: Launcher) -> None:
     assert launcher.failed("parent").message.endswith("KeyError: 'x'")
-    assert not is_running(json.loads((launcher.folder / "child").read_text()))
+    child = json.loads((launcher.folder / "child").read_text())
+    wait_until(lambda: not is_running(child))  # it is killed, but on a busy machine it ends a moment later
 
 
 def test_a_peer_that_is_killed_is_told_by_the_connection_that_it_closed(launcher: Launcher) -> None:
