@@ -475,7 +475,7 @@ class _LoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called: all items are tensors."""
-        raise NotImplementedError
+        raise AssertionError(f"a checkpoint has tensors only, but {read_item} is none")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Where the numbers of an item go."""

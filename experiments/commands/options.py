@@ -82,12 +82,17 @@ ReportFile = Annotated[
 
 def budget_s(text: str) -> float:
     """The seconds of a budget such as '30s'. Raises InputError for a bare number, and for none above zero."""
+    return duration_s("budget", text)
+
+
+def duration_s(name: str, text: str) -> float:
+    """The seconds of the option `--NAME`, such as '30s'. Raises InputError for a bare number, and for none above zero."""
     try:
         seconds = quantity(text, "time")
     except InputError as error:
-        raise InputError(f"--budget: {error}") from None
+        raise InputError(f"--{name}: {error}") from None
     if not 0 < seconds < math.inf:
-        raise InputError(f"--budget: a budget is above zero seconds, but got {text!r}")
+        raise InputError(f"--{name}: a {name} is above zero seconds, but got {text!r}")
     return seconds
 
 

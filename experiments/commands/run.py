@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from experiments.commands.options import (
     Seed,
     TimelineFile,
     TraceFile,
+    duration_s,
     errors_about,
     files_behind,
     whole_number,
@@ -35,7 +35,7 @@ from sim.metrics import infeasible_report, report_json
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan, read_plan
-from sim.spec.reading import InputError, quantity
+from sim.spec.reading import InputError
 from sim.spec.trace import trace_json
 from sim.spec.transformer import transformer
 
@@ -49,17 +49,6 @@ def _number(text: object) -> float:
         return float(str(text))
     except ValueError:
         raise typer.BadParameter(f"expected a number, but got {str(text)!r}") from None
-
-
-def timeout_s(text: str) -> float:
-    """The seconds of a timeout such as '60s'. Raises InputError for a bare number, and for none above zero."""
-    try:
-        seconds = quantity(text, "time")
-    except InputError as error:
-        raise InputError(f"--timeout: {error}") from None
-    if not 0 < seconds < math.inf:
-        raise InputError(f"--timeout: a timeout is above zero seconds, but got {text!r}")
-    return seconds
 
 
 _OPTIMIZER, _KEEPING, _WORKERS = "Optimizer", "Checkpoints and weights", "Workers"
@@ -221,7 +210,7 @@ def run(
         resume=resume,
         weights=weights,
         save_weights=save_weights,
-        timeout_s=timeout_s(timeout),
+        timeout_s=duration_s("timeout", timeout),
         backend=backend,
         compile=compile,
         quiet=quiet,
