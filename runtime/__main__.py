@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from runtime.launch import RunFailed, launch_lines, launch_locally, ranked_devices
+from runtime.launch import RunFailed, launch_lines, launch_locally, nodes_of, ranked_devices
 from runtime.options import parse
 from runtime.settings import Settings, check_runnable, with_model
 from runtime.watch import Failure, Watch, let_first_tell, tell
@@ -60,6 +60,11 @@ def _check_world(plan: Plan, path: str, settings: Settings, model: str | None) -
         lines = launch_lines(plan, path, settings, model)
         shown = lines[0][1] if len(lines) == 1 else "; ".join(f"on {node}: {line}" for node, line in lines)
         raise InputError(f"the plan has {devices} device{'s'[: devices > 1]}, but WORLD_SIZE is {workers}; start it with {shown}")
+    here, rank = int(os.environ.get("LOCAL_WORLD_SIZE", devices)), int(os.environ["RANK"])
+    if here < devices:
+        node, held = next((node, held) for node, held in nodes_of(plan) if ranked_devices(plan)[rank] in held)
+        if len(held) != here:
+            raise InputError(f"the plan has {len(held)} devices on {node}, but {here} workers were started there")
 
 
 def _refuse(message: str) -> int:

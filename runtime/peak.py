@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,25 +26,29 @@ nearest two kinds that one name stands for (H100 of 80 and of 96 GB) are 17 % ap
 # --- FLOP/s ----------------------------------------------------------------------------------------------------------
 
 
-def peak_flop_per_s(device: torch.device, precision: str) -> tuple[float | None, bool]:
+def _alone() -> None:
+    """Nothing; there are no others to begin with."""
+
+
+def peak_flop_per_s(device: torch.device, precision: str, together: Callable[[], None] = _alone) -> tuple[float | None, bool]:
     """The device's peak FLOP/s at a precision, and whether it was measured.
 
     Of a GPU the figure of its kind in the catalogue, None where its kind or the precision is not there. Of a CPU, which no
     catalogue knows, the best that this process reaches, with the threads it has.
     """
     if device.type != "cuda":
-        return measured_peak_flop_per_s(DTYPES[precision]), True
+        return measured_peak_flop_per_s(DTYPES[precision], together=together), True
     properties = torch.cuda.get_device_properties(device)
     kind = gpu_kind_name(properties.name, properties.total_memory)
     return (None if kind is None else catalogue()[kind].peak_flop_per_s.get(precision)), False
 
 
-def measured_peak_flop_per_s(dtype: torch.dtype, seconds: float = 0.4) -> float:
+def measured_peak_flop_per_s(dtype: torch.dtype, seconds: float = 0.8, together: Callable[[], None] = _alone) -> float:
     """The FLOP/s of square matmuls on this CPU, of the size that is best in short trials, held for three quarters of `seconds`.
 
     The rate is that over all this time, not of the fastest product: where several workers that share cores measure at once,
-    their rates sum to what the machine has. A larger size is passed over where it would take much longer than a trial, as in
-    fp16 without instructions for it.
+    their rates sum to what the machine has, if `together`, which is called before, has them all begin at once. A larger size is
+    passed over where it would take much longer than a trial, as in fp16 without instructions for it.
     """
     generator = torch.Generator().manual_seed(0)
     rates: dict[int, float] = {}
@@ -52,6 +56,7 @@ def measured_peak_flop_per_s(dtype: torch.dtype, seconds: float = 0.4) -> float:
         if rates and 2 * size**3 / max(rates.values()) > seconds:
             break
         rates[size] = _held_rate(size, dtype, seconds / 4 / len(SIZES), generator)
+    together()
     return _held_rate(max(rates, key=lambda size: rates[size]), dtype, seconds * 3 / 4, generator)
 
 

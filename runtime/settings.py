@@ -103,8 +103,14 @@ class Settings:
             raise InputError(f"epsilon is above 0, but got {self.epsilon}")
         if self.backend == "nccl" and self.device == "cpu":
             raise InputError("backend nccl needs device cuda, but got cpu")
-        if self.checkpoints is None and (self.resume or self.checkpoint_every):
-            raise InputError("to resume, or to save on the way, the folder of the checkpoints must be given")
+        if self.checkpoints is None and (self.resume or self.checkpoint_every or self.keep_checkpoints):
+            raise InputError("to resume, or to save on the way, the folder of the checkpoints (--checkpoints) must be given")
+        if self.resume and self.weights is not None:
+            raise InputError("a run that is resumed takes the checkpoint's weights: either resume or weights, but got both")
+        if self.checkpoints is not None and self.checkpoints == self.save_weights:
+            raise InputError(f"checkpoints and saved weights need a folder each, but got {self.checkpoints} for both")
+        if self.final_rate > 1:
+            raise InputError(f"final rate is a fraction of the learning rate, at most 1, but got {self.final_rate}")
 
     @property
     def chosen_backend(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -99,6 +100,8 @@ class Trainer:
         self.optimizer.initialise(initial or _drawn(transformer, settings.seed))
         self.consumed = 0
         """Samples used so far."""
+        self.tokens = tokens.count
+        """Of the data, by which a checkpoint knows it again: a folder may have another name elsewhere."""
         self._order = Order(tokens.samples, settings.seed)
         self.interpreter = Interpreter(
             world,
@@ -185,7 +188,7 @@ class Trainer:
             "optimizer": self.plan.optimizer,
             "sequence_length": self.plan.sequence_length,
             "seed": self.settings.seed,
-            "data": self.settings.data,
+            "tokens": self.tokens,
             "step": step,
             "consumed": self.consumed,
             **self.optimizer.facts(),
@@ -195,7 +198,7 @@ class Trainer:
     def resume(self, checkpoint: Path) -> int:
         """The steps that the training of a checkpoint has done. Raises InputError for one of another model or optimizer."""
         facts = checkpoints.read_facts(checkpoint)
-        _check_facts(checkpoint, facts, self.plan, self.settings)
+        _check_facts(checkpoint, facts, self.plan, self.settings, self.tokens)
         checkpoints.load(checkpoint, self.optimizer.wanted(), self.world.control)
         self.optimizer.resume(facts)
         self.consumed = int(facts["consumed"])
@@ -206,8 +209,11 @@ def _drawn(transformer: Transformer, seed: int) -> Initial:
     return lambda parameter, start, stop: initial_values(transformer, parameter, start, stop, seed)
 
 
-def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, settings: Settings) -> None:
-    """Nothing. Raises InputError where a checkpoint is of another training than the plan and the settings say."""
+def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, settings: Settings, tokens: int) -> None:
+    """Nothing. Raises InputError where a checkpoint is of another training than the plan, the settings and the data say."""
+    missing = {"model", "optimizer", "sequence_length", "seed", "tokens", "consumed", "updates", "step"} - set(facts)
+    if missing:
+        raise InputError(f"{checkpoint}: is no checkpoint of a run; its motley.json has no {', '.join(sorted(missing))}")
     ours = to_table(plan.transformer)
     theirs = facts["model"]
     for key in sorted((set(ours) | set(theirs)) - {"name"}):
@@ -218,12 +224,12 @@ def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, setting
         "optimizer": plan.optimizer,
         "sequence_length": plan.sequence_length,
         "seed": settings.seed,
-        "data": settings.data,
+        "tokens": tokens,
     }
     for key, value in expected.items():
         if facts[key] != value:
             raise InputError(
-                f"{checkpoint}: was trained with {key.replace('_', ' ')} {facts[key]}, but this run has {value}; its samples, or "
+                f"{checkpoint}: was trained with {key.replace('_', ' ')} {facts[key]}, but this run has {value}: its samples, or "
                 "the optimizer's states, would not be the same"
             )
 
@@ -288,6 +294,7 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     except InputError as error:
         problem = error
     _agree(problem)
+    _compare({"plan": plan.to_json(), **{name: getattr(settings, name) for name in _SHARED_SETTINGS}})
     start_memory_watch()
     connections = Connections(device, settings.chosen_backend, settings.timeout_s)
     connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
@@ -299,6 +306,7 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     if checkpoint is not None:
         watch.phase = f"resuming {checkpoint}"
         done = trainer.resume(checkpoint)
+    _compare({"size of the data": trainer.tokens})
     trainer.prepare()
     kind = _kind(device)
     peak, measured = _peak(world, settings.precision or plan.precision, kind)
@@ -313,6 +321,37 @@ def _agree(problem: Exception | None) -> None:
     first = next((found for found in problems if found is not None), None)
     if first is not None:
         raise first
+
+
+START_TOGETHER_S = 0.2
+"""How long workers rest before they measure their peaks, all at once."""
+
+_SHARED_SETTINGS = (
+    *("steps", "device", "precision", "seed", "learning_rate", "final_rate", "rate_schedule", "warm_up_steps", "weight_decay"),
+    *("beta1", "beta2", "epsilon", "clip_norm", "token_type", "checkpoint_every", "resume", "backend", "compile"),
+)
+"""What all workers must have been told alike; folders may have other names on other machines."""
+
+
+def _compare(facts: Mapping[str, object]) -> None:
+    """Nothing. Raises InputError on all workers where one was started with other facts than the first, as a stale file's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(facts))
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                shown = "" if name == "plan" else f": {theirs[name]}, and not {value}"
+                raise InputError(f"rank {rank} was started with another {name.replace('_', ' ')} than rank 0{shown}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Nothing. Raises InputError where nothing can be written into a folder, which it makes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({(error.strerror or str(error)).lower()})") from None
 
 
 def _together(world: World, work: Callable[[], Result]) -> Result:
@@ -336,6 +375,9 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
             f"{settings.data}: has {tokens.samples} samples of {plan.sequence_length} tokens, but one batch takes "
             f"{plan.global_batch}"
         )
+    for folder in (settings.results, settings.checkpoints):
+        if folder is not None and world.rank == 0:
+            _check_writable(folder)
     if settings.save_weights is not None and world.rank == 0:
         huggingface.prepare_save(settings.save_weights, plan.transformer)
     initial: Initial | None = None
@@ -343,7 +385,7 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
         initial = huggingface.load_weights(settings.weights, plan.transformer).rows
     if checkpoint is not None:
         facts = checkpoints.read_facts(checkpoint)
-        _check_facts(checkpoint, facts, plan, settings)
+        _check_facts(checkpoint, facts, plan, settings, tokens.count)
         if int(facts["step"]) >= settings.steps:
             raise InputError(
                 f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, but got {settings.steps}"
@@ -381,9 +423,14 @@ def _kind(device: torch.device) -> str:
 
 def _peak(world: World, precision: str, kind: str) -> tuple[float | None, bool]:
     """The peak FLOP/s of this worker's device, and whether it was measured: by all workers at once, as they share the cores."""
-    if world.control is not None:
-        dist.barrier(group=world.control)
-    return peak_flop_per_s(world.device, precision)
+
+    def together() -> None:
+        if world.control is not None:
+            dist.barrier(group=world.control)
+            # Who is let go first must not keep the core from the others while they are.
+            time.sleep(START_TOGETHER_S)
+
+    return peak_flop_per_s(world.device, precision, together)
 
 
 class _Run:
