@@ -63,7 +63,7 @@ class Settings:
     """How many of the latest complete checkpoints stay; 0 for all."""
     resume: bool = False
     weights: Path | None = None
-    """A Hugging Face folder whose safetensors are the first weights."""
+    """A Hugging Face folder whose safetensors are the first weights; a run that is resumed has the checkpoint's."""
     save_weights: Path | None = None
     """A folder that the trained weights are written to, as Hugging Face safetensors."""
     timeout_s: float = 60.0
@@ -105,8 +105,6 @@ class Settings:
             raise InputError("backend nccl needs device cuda, but got cpu")
         if self.checkpoints is None and (self.resume or self.checkpoint_every or self.keep_checkpoints):
             raise InputError("to resume, or to save on the way, the folder of the checkpoints (--checkpoints) must be given")
-        if self.resume and self.weights is not None:
-            raise InputError("a run that is resumed takes the checkpoint's weights: either resume or weights, but got both")
         if self.checkpoints is not None and self.checkpoints == self.save_weights:
             raise InputError(f"checkpoints and saved weights need a folder each, but got {self.checkpoints} for both")
         if self.final_rate > 1:

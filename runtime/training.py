@@ -381,7 +381,7 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
     if settings.save_weights is not None and world.rank == 0:
         huggingface.prepare_save(settings.save_weights, plan.transformer)
     initial: Initial | None = None
-    if settings.weights is not None:
+    if settings.weights is not None and checkpoint is None:
         initial = huggingface.load_weights(settings.weights, plan.transformer).rows
     if checkpoint is not None:
         facts = checkpoints.read_facts(checkpoint)
