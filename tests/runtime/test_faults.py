@@ -226,3 +226,18 @@ def test_the_lines_for_several_nodes_train_as_one_machine_does(runs: Runs) -> No
     told = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], told
     assert len(losses(here)) == 3 and losses(told[0][0]) == losses(here) and losses(told[1][0]) == []
+
+
+def test_workers_that_were_told_different_things_end_before_they_train(runs: Runs) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started = []
+    for rank, seed in ((0, 3), (1, 4)):
+        words = [sys.executable, "-m", "runtime", str(runs.plan), *arguments(runs.settings(2, seed=seed))]
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        started.append(runs.start_words(words, None, **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    ended = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert ended[0][1] == "motley: error: rank 1 was started with another seed than rank 0: 4, and not 3\n"
+    assert "step" not in ended[0][0]
