@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
 from sim.spec.reading import InputError, Table, in_range, nearest, quantity, range_text, read_text, read_yaml
+from sim.spec.stack import Stack, read_stack, stack
 
 INTRA_KINDS = ("nvlink", "nvswitch", "pcie3", "pcie4", "pcie5")
 NIC_KINDS = ("ethernet", "roce", "infiniband")
@@ -147,6 +148,8 @@ class Cluster:
     fabric: Fabric = field(default_factory=Fabric)
     wan: tuple[WideAreaLink, ...] = ()
     bandwidth_matrix: BandwidthMatrix | None = None
+    stack: Stack = field(default_factory=lambda: stack("motley"))
+    """The software that trains on it."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -268,14 +271,24 @@ def read_cluster(path: str | Path) -> Cluster:
         entry.close()
     wan = tuple(_read_wan(entry) for entry in table.tables("wan", []))
     matrix_file = table.text("bandwidth_matrix", None)
+    software = _read_software(table)
     table.close()
     matrix = None
     if matrix_file is not None:
         matrix = read_bandwidth_matrix(Path(path).parent / matrix_file, tuple(nodes))
     try:
-        return Cluster(name, tuple(nodes), fabric, wan, matrix)
+        return Cluster(name, tuple(nodes), fabric, wan, matrix, software)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _read_software(table: Table) -> Stack:
+    """The stack that a cluster file names or describes; Motley's own where it says nothing."""
+    if "stack" not in table:
+        return stack("motley")
+    if not isinstance(table.get("stack", lambda value: value, "the name of a software stack, or its constants"), dict):
+        return table.get("stack", lambda value: stack(str(value)), "the name of a software stack, or its constants")
+    return read_stack("own", table.table("stack"))
 
 
 def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:

@@ -2,7 +2,7 @@
 
 The catalogue is the file gpu_kinds.yaml beside this one. It is read with the same reader, and has the same keys, as the
 section `gpu_kinds` of a cluster file, so that an entry can be copied from one to the other. Its head says what each figure
-means and where it comes from; each kind names its sources.
+means and where it comes from; each kind names its sources. The efficiencies that kinds share are in constants.yaml.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from sim.spec.reading import REQUIRED, InputError, Table, nearest, quantity, read_yaml
+
+CONSTANTS = Path(__file__).with_name("constants.yaml")
+"""The constants that `motley validate --fit` fits: the `efficiencies` read here, and the `stacks` of `sim.spec.stack`."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 """The precisions of matrix work. fp32 is without TF32; below fp32, products are summed in fp32."""
@@ -207,7 +210,7 @@ def _catalogue() -> tuple[Mapping[str, GpuKind], Mapping[str, Efficiency]]:
     """The kinds, and the efficiencies that kinds share, by name."""
     path = Path(__file__).with_name("gpu_kinds.yaml")
     root = Table(read_yaml(path), path.name)
-    shared, entries = root.table("efficiencies"), root.table("kinds")
+    shared, entries = Table(read_yaml(CONSTANTS), CONSTANTS.name).table("efficiencies"), root.table("kinds")
     family_names, kind_names = shared.keys(), entries.keys()
     families = {family: _read_efficiency(shared.table(family), None) for family in family_names}
     kinds: dict[str, GpuKind] = {}

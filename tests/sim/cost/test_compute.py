@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.compute import ComputeCost, TensorCollective, head_seconds, layer_seconds, optimizer_bytes, slowest
+from sim.cost.compute import ComputeCost, TensorCollective, optimizer_bytes
+from sim.cost.pieces import head_seconds, layer_seconds, slowest
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import Efficiency, GpuKind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage

@@ -1,0 +1,138 @@
+"""Software stacks: what a training framework adds to the times and bytes of the hardware that it runs on.
+
+The records are those of constants.yaml beside this file. A cluster file names one (`stack: megatron-core`), or describes one of
+its own; `efficiency` records (`sim.spec.gpu`) say what a kind of GPU reaches, whatever the framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import MappingProxyType
+
+from sim.spec.gpu import CONSTANTS
+from sim.spec.reading import InputError, Table, nearest, read_yaml
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a software stack's kernels, overlap, optimizer and memory are like. Raises InputError for a figure that cannot be.
+
+    The defaults are those of a stack that loses nothing: fused kernels, flash attention, a host that is never waited for.
+    """
+
+    name: str
+    flash_attention: bool = True
+    """Whether attention is a flash kernel; else its scores go through memory, and are kept for the backward."""
+    matmul_scale: float = 1.0
+    """Rate of its matmuls inside a training step per rate that the GPU kind's efficiency record says."""
+    attention_scale: float = 1.0
+    """Rate of its attention kernels per rate that the GPU kind's efficiency record says."""
+    memory_traffic: float = 1.0
+    """Bytes that its memory-bound kernels move per byte that fused ones move."""
+    host_s: float = 0.0
+    """Seconds of the host for each kernel that it launches. A piece of work takes no less than the host needs for its kernels."""
+    micro_batch_s: float = 0.0
+    """Seconds that each forward and each backward of a stage takes besides its layers: the schedule's bookkeeping, waits for
+    messages to be handed over."""
+    tensor_overlap: float = 0.0
+    """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
+    collective_scale: float = 1.0
+    """Rate of its collectives in a training step per rate that they reach alone."""
+    overlap_slowdown: float = 0.0
+    """How much longer computation takes while gradients or parameters are on their way beside it, as a fraction."""
+    optimizer_traffic: float = 1.0
+    """Bytes that its optimizer step moves per byte that a fused one moves; the norm and the copies of gradients are in it."""
+    step_s: float = 0.0
+    """Seconds of each iteration besides: data, logging, synchronisation."""
+    gradient_copy: bool = False
+    """Whether gradients in the training precision are held beside those that are summed."""
+    activation_scale: float = 1.0
+    """Bytes of activations kept per byte that fused kernels keep."""
+    logits_scale: float = 1.0
+    """Bytes of logits and their gradients per byte that the count of `sim.cost.memory` has."""
+    context_bytes: float = 1.0 * 2**30
+    """The CUDA context, workspaces of libraries."""
+    source: str = ""
+    """What its constants were fitted on or derived from."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError as the class says."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (bool, str)):
+                continue
+            least, most = _RANGES[field.name]
+            if not least <= value <= most:
+                raise InputError(f"stack {self.name!r}: {field.name} must be from {least:g} to {most:g}, but got {value!r}")
+
+
+_SCALE = (0.01, 100.0)
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "matmul_scale": _SCALE,
+    "attention_scale": _SCALE,
+    "memory_traffic": _SCALE,
+    "host_s": (0.0, 1.0),
+    "micro_batch_s": (0.0, 10.0),
+    "tensor_overlap": (0.0, 1.0),
+    "collective_scale": _SCALE,
+    "overlap_slowdown": (0.0, 10.0),
+    "optimizer_traffic": _SCALE,
+    "step_s": (0.0, math.inf),
+    "activation_scale": _SCALE,
+    "logits_scale": _SCALE,
+    "context_bytes": (0.0, math.inf),
+}
+
+_UNITS = {"host_s": ("host", "time"), "micro_batch_s": ("micro_batch", "time"), "step_s": ("step", "time")}
+"""Fields that a file gives with a unit: the key there, and the dimension."""
+
+
+def stack(name: str) -> Stack:
+    """The record of this name. Raises InputError with the nearest known name."""
+    known = stacks()
+    if name not in known:
+        raise InputError(f"unknown software stack {name!r}{nearest(name, known) or ';'} known: {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def stacks() -> Mapping[str, Stack]:
+    """All known stacks by name, in the order of the file, which is read at the first call."""
+    root = Table(read_yaml(CONSTANTS), CONSTANTS.name)
+    entries = root.table("stacks")
+    names = entries.keys()
+    return MappingProxyType({name: read_stack(name, entries.table(name)) for name in names})
+
+
+def read_stack(name: str, table: Table, base: Stack | None = None) -> Stack:
+    """The stack that a table describes; what it does not mention is as in `base`, or the default. The table is closed.
+
+    `like: NAME` takes a known stack as the base. Raises InputError with the key, the value and what is accepted.
+    """
+    if "like" in table:
+        base = stack(table.text("like"))
+    base = base or Stack(name)
+    values: dict[str, object] = {}
+    for field in fields(Stack):
+        default = getattr(base, field.name)
+        if field.name == "name":
+            continue
+        if field.name in _UNITS:
+            key, dimension = _UNITS[field.name]
+            values[field.name] = table.quantity(key, dimension, default, zero=True)
+        elif field.name == "context_bytes":
+            values[field.name] = table.quantity("context", "bytes", default, zero=True)
+        elif isinstance(default, bool):
+            values[field.name] = table.flag(field.name, default)
+        elif isinstance(default, str):
+            values[field.name] = table.text(field.name, default)
+        else:
+            values[field.name] = table.number(field.name, default, *_RANGES[field.name])
+    table.close()
+    try:
+        return Stack(name, **values)  # type: ignore[arg-type]
+    except InputError as error:
+        raise table.error("", str(error)) from None
