@@ -153,7 +153,7 @@ class Interpreter:
             x = self._assembled(RecvActivation, m, start)
         else:
             x = self._outputs.pop((m, start))
-        chunk = lane.chunk(start)
+        chunk = lane.chunk(instruction.layers)
         for part in lane.parts(chunk, m, backward=True):
             if not (start <= part[0] and part[1] <= stop):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,14 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
     for what, present in refused.items():
         if present:
             raise InputError(f"the runtime cannot run {what}, which {t.name} has")
+    for name, value, accepted in (
+        ("context_parallel", plan.context_parallel, 1),
+        ("expert_parallel", plan.expert_parallel, 1),
+        ("shard_group", plan.shard_group, None),
+        ("offload_optimizer", plan.offload_optimizer, False),
+    ):
+        if value != accepted:
+            raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
     program = compile_plan(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
         check_degree(t, degree, plan.sequence_length, plan.sequence_parallel)

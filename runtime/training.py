@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 def recompute_modes(stage: Stage, layers: LayerRange) -> list[str]:
     """The recompute mode of each layer of a range; where a stage recomputes only some, these are its first ones."""
-    held = [layer for start, stop in stage.layers for layer in range(start, stop)]
+    held = [layer for start, stop in sorted(stage.layers) for layer in range(start, stop)]
     count = stage.recompute_layers
     modes = [stage.recompute if count is None or i < count else "none" for i in range(len(held))]
     return [mode for layer, mode in zip(held, modes, strict=True) if layers[0] <= layer < layers[1]]

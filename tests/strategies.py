@@ -70,7 +70,8 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
     """Plans of up to three pipelines of up to three stages.
 
     The pipelines differ in stages, cuts, devices, degrees, replicas, micro-batch size and count; under ZeRO 2 and 3 all but
-    cuts and counts. End stages may be empty, replicas take uneven shares, some devices are left over.
+    cuts and counts. Stages hold as many layer ranges as the schedule takes. End stages may be empty, replicas take uneven
+    shares, some devices are left over.
     """
     left = draw(st.permutations([device.name for device in cluster.devices]))
     zero_stage = draw(st.integers(0, 3))
@@ -81,11 +82,13 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         if depth <= free:
             depths.append(depth)
     spare = len(left) - sum(depths)
-    cuts: list[list[LayerRange]] = []
+    folds = all(_has_room(model.layers, depth, 2) for depth in depths)
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", *(("zb-v",) if folds else ()))))
+    cuts: list[list[tuple[LayerRange, ...]]] = []
     counts: list[int] = []
     for p, depth in enumerate(depths):
         same = p > 0 and zero_stage >= 2
-        cuts.append(cuts[0] if same else draw(_cuts(model.layers, depth)))
+        cuts.append(cuts[0] if same else draw(_cuts(model.layers, depth, schedule)))
         counts.append(counts[0] if same else draw(st.integers(1, 5)))
     pipelines = []
     for cut, micro_batches in zip(cuts, counts, strict=True):
@@ -105,8 +108,9 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
                 left = left[degree:]
             shares = draw(_shares(micro_batch, len(replicas)))
             mode = draw(st.sampled_from(("none", "selective", "full")))
-            full = draw(st.none() | st.integers(0, layers[1] - layers[0])) if mode == "full" else None
-            stages.append(Stage(tuple(map(Replica, replicas, shares)), (layers,), mode, full))
+            held = sum(stop - start for start, stop in layers)
+            full = draw(st.none() | st.integers(0, held)) if mode == "full" else None
+            stages.append(Stage(tuple(map(Replica, replicas, shares)), layers, mode, full))
         pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
     return Plan(
         cluster=cluster.name,
@@ -115,7 +119,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         global_batch=sum(pipeline.sequences for pipeline in pipelines),
         pipelines=tuple(pipelines),
         precision=draw(st.sampled_from(("fp16", "fp32"))),
-        schedule=draw(st.sampled_from(("gpipe", "1f1b"))),
+        schedule=schedule,
         zero_stage=zero_stage,
         sequence_parallel=draw(st.booleans()),
         overlap_gradients=draw(st.booleans()),
@@ -134,11 +138,23 @@ def worlds() -> SearchStrategy[tuple[Cluster, Plan]]:
     return st.tuples(clusters(), models()).flatmap(with_plan)
 
 
+def _has_room(layers: int, depth: int, chunks: int) -> bool:
+    """Whether so many stages can hold so many layer ranges each, of which only the first and the last may be empty."""
+    return depth * chunks <= layers + (2 if depth > 1 or chunks == 1 else 0)
+
+
 @st.composite
-def _cuts(draw: DrawFn, layers: int, depth: int) -> list[LayerRange]:
-    """The layer ranges of a pipeline's stages, of which the first and the last may be empty."""
-    inner = draw(st.sets(st.integers(0, layers), min_size=depth - 1, max_size=depth - 1))
-    return list(pairwise([0, *sorted(inner), layers]))
+def _cuts(draw: DrawFn, layers: int, depth: int, schedule: str) -> list[tuple[LayerRange, ...]]:
+    """The layer ranges of each stage of a pipeline, of which the first and the last may be empty unless one stage has both."""
+    chunks = {"zb-v": 2}.get(schedule, 1)
+    if schedule == "interleaved":
+        chunks = draw(st.sampled_from([count for count in (1, 2, 3) if _has_room(layers, depth, count)]))
+    count, least = depth * chunks, 1 if depth == 1 and chunks > 1 else 0
+    inner = draw(st.sets(st.integers(least, layers - least), min_size=count - 1, max_size=count - 1))
+    ranges = list(pairwise([0, *sorted(inner), layers]))
+    places = [list(range(depth)), list(range(depth))[:: -1 if schedule == "zb-v" else 1]]
+    visits = [stage for chunk in range(chunks) for stage in places[chunk % 2]]
+    return [tuple(r for r, stage in zip(ranges, visits, strict=True) if stage == s) for s in range(depth)]
 
 
 @st.composite

@@ -6,17 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sim.cost.compute import TensorCollective
-from sim.spec.cluster import PROTOCOL_EFFICIENCY, Cluster, Fabric, Intra, Nic, Node
+from sim.spec.cluster import PROTOCOLS, Cluster, Fabric, Intra, Nic, Node
 from sim.spec.gpu import Efficiency, GpuKind, gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
 from sim.spec.transformer import Transformer
 
-LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOL_EFFICIENCY)
+LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
 """Every link carries its nominal rate."""
 
 IDEAL = Efficiency(
-    matmul_fraction=1.0, matmul_half_s=0.0, attention_fraction=1.0, memory_fraction=1.0, launch_s=0.0, source="a test"
+    matmul_fraction=1.0,
+    fp32_fraction=1.0,
+    matmul_half_s=0.0,
+    matmul_traffic=0.0,
+    attention_fraction=1.0,
+    attention_keys=0.0,
+    attention_rows=0.0,
+    memory_fraction=1.0,
+    launch_s=0.0,
+    source="a test",
 )
 
 
@@ -41,9 +50,9 @@ def model(layers: int, tied: bool = False) -> Transformer:
     return Transformer(name="tiny", layers=layers, hidden=4, ffn=8, heads=4, vocab=8, tied_embeddings=tied)
 
 
-def stage(devices: str, layers: tuple[int, int]) -> Stage:
+def stage(devices: str, *layers: tuple[int, int]) -> Stage:
     """A stage of one replica that takes micro-batches of one sequence, on devices named in one text."""
-    return Stage((Replica(tuple(devices.split()), 1),), (layers,))
+    return Stage((Replica(tuple(devices.split()), 1),), layers)
 
 
 def plan(stages_of: Sequence[Sequence[Stage]], micro_batches: int, **changes: object) -> Plan:
@@ -67,6 +76,8 @@ class GivenCost:
     forward_s: Mapping[str, float]
     backward_s: Mapping[str, float]
     optimizer_s: float = 0.0
+    weight_s: float | None = None
+    """Of the weight half of a backward; as long as the input half if None."""
 
     def __call__(self, plan: Plan, cluster: Cluster) -> GivenCost:
         """Itself, so that it can stand where the class does."""
@@ -80,6 +91,8 @@ class GivenCost:
         if isinstance(instruction, Forward):
             return self.forward_s[lane.devices[0]] * count
         assert isinstance(instruction, (Backward, BackwardInput, BackwardWeight))
+        if isinstance(instruction, BackwardWeight) and self.weight_s is not None:
+            return self.weight_s * count
         return self.backward_s[lane.devices[0]] * count
 
     def collectives(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[TensorCollective, ...]:

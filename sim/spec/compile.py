@@ -1,20 +1,21 @@
 """Compiling a plan to its program, in small passes: lanes, schedule, messages, reductions.
 
-A schedule is written once here, as the order of forwards and backwards of one lane; messages, gradient reductions and
+The order of a lane's forwards and backwards is its schedule's (`sim.spec.schedules`); messages, gradient reductions and
 parameter gathers are added by rules that do not know the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeAlias
 
 from sim.spec.counts import layer_parameters
 from sim.spec.plan import LayerRange, Pipeline, Plan, Stage
 from sim.spec.program import (
-    Backward,
+    BackwardInput,
+    BackwardWeight,
     Edge,
     Forward,
     GatherParameters,
@@ -30,6 +31,7 @@ from sim.spec.program import (
     Sequences,
 )
 from sim.spec.reading import InputError
+from sim.spec.schedules import SCHEDULES, Work, check_ranges
 from sim.spec.transformer import Transformer
 
 BUCKET_PARAMETERS = 40_000_000
@@ -38,34 +40,29 @@ BUCKET_PARAMETERS = 40_000_000
 MOST_INSTRUCTIONS = 10_000_000
 """The largest program that is compiled; to simulate it takes about three minutes and 10 GB. 16,384 GPUs need a tenth of it."""
 
-Work: TypeAlias = Forward | Backward
-
 
 def compile_plan(plan: Plan) -> Program:
     """The program of a plan. Raises InputError, in one line, for what a plan can say and the compiler cannot yet emit."""
+    lanes, ends = lanes_of(plan)
+    return Program(tuple(replace(lane, instructions=tuple(lane_instructions(plan, lane, ends))) for lane in lanes))
+
+
+def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
+    """The lanes of a plan without instructions, and what `lane_instructions` must know of the lanes that share an end.
+
+    Raises InputError as `compile_plan` does.
+    """
     _refuse_unsupported(plan)
-    lanes = _lanes(plan)
-    lanes = _with_buckets(plan, lanes)
-    ends = _shared_ends(plan, lanes)
-    return Program(tuple(replace(lane, instructions=tuple(_instructions(plan, lane, ends))) for lane in lanes))
+    lanes = _with_buckets(plan, _lanes(plan))
+    _check_shard_group(plan, lanes)
+    return lanes, _shared_ends(plan, lanes)
 
 
 def _refuse_unsupported(plan: Plan) -> None:
-    if plan.schedule not in SCHEDULES:
-        raise InputError(f"the schedule {plan.schedule!r} cannot be compiled; accepted: {', '.join(SCHEDULES)}")
-    for name in ("context_parallel", "expert_parallel"):
-        if getattr(plan, name) != 1:
-            raise InputError(f"{name} {getattr(plan, name)} cannot be compiled; accepted: 1")
-    if plan.shard_group is not None:
-        raise InputError(f"shard_group {plan.shard_group} cannot be compiled; accepted: null (all replicas)")
-    if plan.offload_optimizer:
-        raise InputError("offload_optimizer true cannot be compiled; accepted: false")
+    if plan.expert_parallel > 1:
+        _check_experts(plan)
     for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            if len(stage.layers) != 1:
-                raise InputError(
-                    f"pipelines[{p}].stages[{s}] has {len(stage.layers)} layer ranges, but {plan.schedule!r} takes one"
-                )
+        check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
     if plan.zero_stage >= 2:
         shapes = {(p.micro_batches, tuple(stage.layers for stage in p.stages)) for p in plan.pipelines}
         if len(shapes) > 1:
@@ -81,21 +78,59 @@ def _refuse_unsupported(plan: Plan) -> None:
         )
 
 
+def _check_experts(plan: Plan) -> None:
+    """Raises InputError where the experts cannot be divided over replicas that are alike."""
+    degree, moe = plan.expert_parallel, plan.transformer.experts
+    if moe is None or moe.experts % degree:
+        has = "none" if moe is None else moe.experts
+        raise InputError(f"expert_parallel divides the experts evenly, but {plan.transformer.name} has {has}, and it is {degree}")
+    shapes = {tuple((s.layers, tuple(len(r.devices) for r in s.replicas)) for s in p.stages) for p in plan.pipelines}
+    if len(shapes) > 1:
+        raise InputError(f"expert_parallel {degree} needs pipelines of equal cuts and degrees, but they differ; accepted: 1")
+    for s, stage in enumerate(plan.pipelines[0].stages):
+        degrees = {len(replica.devices) for replica in stage.replicas}
+        copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
+        if len(degrees) > 1 or copies % degree:
+            raise InputError(
+                f"expert_parallel {degree} divides the experts over some of the replicas of a stage, which are alike and a "
+                f"multiple of it, but stage {s} has {copies} of {', '.join(map(str, sorted(degrees)))} devices"
+            )
+    if plan.shard_group is not None:
+        raise InputError(f"expert_parallel {degree} takes shard_group null, but got {plan.shard_group}")
+
+
+def _check_shard_group(plan: Plan, lanes: list[Lane]) -> None:
+    """Raises InputError unless the groups that ZeRO divides over are equal and complete."""
+    group = plan.shard_group
+    if group is None:
+        return
+    n = plan.transformer.layers
+    for layers in [(0, 0), *common_refinement([r for lane in lanes for r in lane.layers]), (n, n)]:
+        count = len(holders(lanes, layers, plan.transformer)) * plan.context_parallel
+        if count % group:
+            raise InputError(
+                f"shard_group {group} must divide the number of replicas of every layer, but layers {layers[0]} to {layers[1]} "
+                f"have {count}; accepted: null (all replicas), or a divisor"
+            )
+
+
 def instruction_estimate(plan: Plan) -> int:
     """How many instructions the program of a plan has, without compiling it; those that come once per iteration left out.
 
     Never too few of the others. Uneven replicas may have fewer messages than is assumed here.
     """
     per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(plan.transformer)))
+    halves = 2 if SCHEDULES[plan.schedule].splits_backward else 1
     total = 0
     for pipeline in plan.pipelines:
         lanes = [len(stage.replicas) for stage in pipeline.stages]
-        messages = sum(a + b - 1 for a, b in pairwise(lanes))  # of neighbours whose shares are cut at different places
+        # Of neighbours whose shares are cut at different places.
+        messages = sum(lanes[a] + lanes[b] - 1 for (a, _), (b, _) in pairwise(pipeline.chunks) if a != b)
         work = 0
-        for stage, count in zip(pipeline.stages, lanes, strict=True):
-            parts = max(1, -(-stage.layer_count // per_bucket))
+        for s, (start, stop) in pipeline.chunks:
+            parts = max(1, -(-(stop - start) // per_bucket))
             # A forward and a backward; from ZeRO 2 on backwards and reductions by parts, under ZeRO 3 forwards and gathers too.
-            work += count * {2: 1 + 2 * parts, 3: 5 * parts}.get(plan.zero_stage, 2)
+            work += lanes[s] * {2: 1 + (halves + 1) * parts, 3: (halves + 4) * parts}.get(plan.zero_stage, 1 + halves)
         total += pipeline.micro_batches * (work + 4 * messages)  # sent and received, activations and gradients
     return total
 
@@ -112,26 +147,27 @@ def _lanes(plan: Plan) -> list[Lane]:
     """The lanes with their neighbours, without instructions."""
     lanes = []
     for p, pipeline in enumerate(plan.pipelines):
-        order = pipeline.visiting_order
-        after = dict(pairwise(order))
-        before = {later: earlier for earlier, later in after.items()}
+        chunks = pipeline.chunks
+        # From one chunk to the next of the same stage nothing is sent.
+        crossings = [(a, b, layer) for (a, (_, layer)), (b, _) in pairwise(chunks) if a != b]
         for s, stage in enumerate(pipeline.stages):
             for r, share in enumerate(_shares(stage)):
-                previous = _edges(pipeline, p, before.get(s), share, stage.layers[0][0])
-                following = _edges(pipeline, p, after.get(s), share, stage.layers[-1][1])
+                previous = [edge for a, b, layer in crossings if b == s for edge in _edges(pipeline, p, a, share, layer)]
+                following = [edge for a, b, layer in crossings if a == s for edge in _edges(pipeline, p, b, share, layer)]
                 lane = Lane(
                     name=lane_name(p, s, r, len(stage.replicas)),
                     pipeline=p,
                     stage=s,
                     replica=r,
                     devices=stage.replicas[r].devices,
-                    layers=stage.layers,
+                    layers=tuple(sorted(stage.layers)),
                     sequences=share,
                     micro_batches=pipeline.micro_batches,
-                    embedding=s == order[0],
-                    head=s == order[-1],
-                    previous=previous,
-                    next=following,
+                    embedding=s == chunks[0][0],
+                    head=s == chunks[-1][0],
+                    previous=tuple(previous),
+                    next=tuple(following),
+                    context_parallel=plan.context_parallel,
                 )
                 lanes.append(lane)
     return lanes
@@ -146,17 +182,15 @@ def _shares(stage: Stage) -> list[Sequences]:
     return shares
 
 
-def _edges(pipeline: Pipeline, p: int, neighbour: int | None, share: Sequences, layer: int) -> tuple[Edge, ...]:
+def _edges(pipeline: Pipeline, p: int, neighbour: int, share: Sequences, layer: int) -> list[Edge]:
     """What a lane with this share exchanges with each replica of a neighbouring stage: the sequences both take."""
-    if neighbour is None:
-        return ()
     stage = pipeline.stages[neighbour]
     edges = []
     for r, other in enumerate(_shares(stage)):
         common = (max(share[0], other[0]), min(share[1], other[1]))
         if common[0] < common[1]:
             edges.append(Edge(layer, lane_name(p, neighbour, r, len(stage.replicas)), common))
-    return tuple(edges)
+    return edges
 
 
 # --- Gradient buckets ------------------------------------------------------------------------------------------------
@@ -187,11 +221,12 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
     BUCKET_PARAMETERS, but for the first layers of a range, which get what is left.
     """
     transformer = plan.transformer
-    refined = common_refinement([r for lane in lanes for r in lane.layers])
+    cuts = Counter(lane.layers for lane in lanes)
     per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(transformer)))
     buckets: list[LayerRange] = []
-    for start, stop in refined:
-        if len(holders(lanes, (start, stop), transformer)) < 2:
+    for start, stop in common_refinement([r for cut in cuts for r in cut]):
+        copies = sum(count for cut, count in cuts.items() if any(a <= start and stop <= b for a, b in cut))
+        if copies * plan.context_parallel < 2:
             continue
         if not plan.overlap_gradients and plan.zero_stage < 2:
             buckets.append((start, stop))
@@ -200,70 +235,40 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
         bounds = [start, *sorted(range(stop, start, -per_bucket))]
         buckets += [(a, b) for a, b in pairwise(bounds)]
     split = {2: "backward", 3: "all"}.get(plan.zero_stage, "last" if plan.overlap_gradients else "none")
-    result = []
-    for lane in lanes:
-        own = tuple(b for b in buckets if any(start <= b[0] and b[1] <= stop for start, stop in lane.layers))
-        complete = sum(b - a for a, b in own) == sum(b - a for a, b in lane.layers)
-        result.append(replace(lane, buckets=own, split=split if own and complete else "none"))
-    return result
-
-
-# --- Schedules -------------------------------------------------------------------------------------------------------
-
-
-def _gpipe(lane: Lane, depth: int, position: int) -> Iterator[Work]:
-    """All forwards, then all backwards (Huang et al., 2019). Backwards in order, so that gradients accumulate as in 1F1B."""
-    for m in range(lane.micro_batches):
-        yield Forward(m, lane.layers[0])
-    for m in range(lane.micro_batches):
-        yield Backward(m, lane.layers[0])
-
-
-def _one_forward_one_backward(lane: Lane, depth: int, position: int) -> Iterator[Work]:
-    """Warm-up forwards, then one forward and one backward in turn, then the rest (PipeDream-flush, Narayanan et al., 2021)."""
-    warm_up = min(depth - position - 1, lane.micro_batches)
-    for m in range(warm_up):
-        yield Forward(m, lane.layers[0])
-    for m in range(warm_up, lane.micro_batches):
-        yield Forward(m, lane.layers[0])
-        yield Backward(m - warm_up, lane.layers[0])
-    for m in range(lane.micro_batches - warm_up, lane.micro_batches):
-        yield Backward(m, lane.layers[0])
-
-
-SCHEDULES: Mapping[str, Callable[[Lane, int, int], Iterator[Work]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-}
-"""Schedule name to the order of one lane's work, given the pipeline's depth and the stage's position in it."""
-
-
-def in_flight(schedule: str, depth: int, position: int, micro_batches: int) -> int:
-    """The most micro-batches whose activations a stage holds at once, at `position` of a pipeline of `depth` stages."""
-    return micro_batches if schedule == "gpipe" else min(depth - position, micro_batches)
+    owned: dict[tuple[LayerRange, ...], tuple[tuple[LayerRange, ...], str]] = {}
+    for cut in cuts:
+        own = tuple(b for b in buckets if any(start <= b[0] and b[1] <= stop for start, stop in cut))
+        complete = sum(b - a for a, b in own) == sum(b - a for a, b in cut)
+        owned[cut] = own, split if own and complete else "none"
+    return [replace(lane, buckets=owned[lane.layers][0], split=owned[lane.layers][1]) for lane in lanes]
 
 
 # --- Instructions ----------------------------------------------------------------------------------------------------
 
 
-def _instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[str]]) -> Iterator[Instruction]:
+def lane_instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[str]]) -> Iterator[Instruction]:
     """The instructions of one lane: its schedule with the messages, reductions and gathers that its work needs."""
     pipeline = plan.pipelines[lane.pipeline]
     position = pipeline.visiting_order.index(lane.stage)
+    order = SCHEDULES[plan.schedule].order(len(pipeline.stages), position, len(lane.layers), lane.micro_batches)
     each = plan.zero_stage >= 2  # gradients are scattered at every micro-batch, not once for all
     ends = tuple(end for end, held_by in shared_ends.items() if lane.name in held_by)
-    for work in SCHEDULES[plan.schedule](lane, len(pipeline.stages), position):
-        m, (start, stop) = work.micro_batch, work.layers
-        if isinstance(work, Forward):
+    for kind, m, chunk in order:
+        layers = start, stop = lane.layers[chunk]
+        if kind is Forward:
             yield from (RecvActivation(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start)
-            yield from _forward(lane, m, work.layers)
+            yield from _forward(lane, m, layers)
             yield from (SendActivation(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
             continue
-        yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
+        sends: list[SendGradient] = []
+        if kind is not BackwardWeight:
+            yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
+            sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
         last = m == lane.micro_batches - 1
-        sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
+        reduce = (each or last) and kind is not BackwardInput
         # The ends are whole on their lanes under every ZeRO stage, so that one sum of all micro-batches is enough.
-        yield from _backward(lane, m, work.layers, sends, ends if last else (), each or last, m if each else None)
+        here = [end for end in ends if last and layers == (lane.layers[0] if end == (0, 0) else lane.layers[-1])]
+        yield from _backward(lane, kind, m, layers, sends, here, reduce, m if each else None)
     yield OptimizerStep()
     if plan.zero_stage >= 1:
         # Under ZeRO 3 the layers are gathered at every micro-batch; the ends stay whole, and only their states are sharded.
@@ -272,10 +277,10 @@ def _instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, set[s
 
 
 def _shared_ends(plan: Plan, lanes: list[Lane]) -> dict[LayerRange, set[str]]:
-    """The embedding `(0, 0)` and the head `(n, n)`, where several lanes hold them, with the names of those lanes."""
+    """The embedding `(0, 0)` and the head `(n, n)`, where several tensor-parallel groups hold them, with their lanes' names."""
     n = plan.transformer.layers
     held_by = {end: {lane.name for lane in holders(lanes, end, plan.transformer)} for end in ((0, 0), (n, n))}
-    return {end: names for end, names in held_by.items() if len(names) > 1}
+    return {end: names for end, names in held_by.items() if len(names) * plan.context_parallel > 1}
 
 
 def _forward(lane: Lane, m: int, layers: LayerRange) -> Iterator[Instruction]:
@@ -293,24 +298,27 @@ def _forward(lane: Lane, m: int, layers: LayerRange) -> Iterator[Instruction]:
 
 def _backward(
     lane: Lane,
+    kind: type[Work],
     m: int,
     layers: LayerRange,
     sends: list[SendGradient],
-    ends: tuple[LayerRange, ...],
+    ends: list[LayerRange],
     reduce: bool,
     label: int | None,
 ) -> Iterator[Instruction]:
-    """The backward of one chunk, from its last layers to its first, each part followed by the reductions it allows.
+    """The backward of one chunk, or a half of it, from its last layers to its first, each followed by what it allows to reduce.
 
-    The gradient goes to the previous stage, which waits for it, before the last part is reduced.
+    The gradient goes to the previous stage, which waits for it, before the last part is reduced. The weight half takes no
+    parameters.
     """
     parts = lane.parts(layers, m, backward=True)[::-1]
-    if lane.split == "all":
+    gathers = lane.split == "all" and kind is not BackwardWeight
+    if gathers:
         yield GatherParameters(parts[0], m, backward=True)
     for i, (start, stop) in enumerate(parts):
-        if lane.split == "all" and i + 1 < len(parts):
+        if gathers and i + 1 < len(parts):
             yield GatherParameters(parts[i + 1], m, backward=True)
-        yield Backward(m, (start, stop))
+        yield kind(m, (start, stop))
         if i == len(parts) - 1:
             yield from sends
         if not reduce:

@@ -24,17 +24,19 @@ LayerRange = tuple[int, int]
 """`(start, stop)`, the layers start, start + 1, ..., stop - 1."""
 
 
+def tensor_groups(devices: tuple[str, ...], context_parallel: int) -> tuple[tuple[str, ...], ...]:
+    """The devices of each context rank of a replica, which share each layer: tensor ranks are listed fastest."""
+    degree = len(devices) // context_parallel
+    return tuple(devices[i : i + degree] for i in range(0, len(devices), degree))
+
+
 @dataclass(frozen=True)
 class Replica:
     """One tensor-parallel group of a stage and how many sequences of every micro-batch it takes."""
 
     devices: tuple[str, ...]
+    """Tensor ranks fastest, then context ranks."""
     sequences: int
-
-    @property
-    def tensor_parallel(self) -> int:
-        """How many devices share each layer (context parallelism not divided out)."""
-        return len(self.devices)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,13 @@ class Pipeline:
 
     @property
     def visiting_order(self) -> list[int]:
-        """The indices of its stages in the order that a micro-batch visits them, which is that of their layers."""
-        return sorted(range(len(self.stages)), key=lambda s: self.stages[s].layers[0])
+        """The indices of its stages in the order that a micro-batch first visits them, which is that of their layers."""
+        return sorted(range(len(self.stages)), key=lambda s: min(self.stages[s].layers))
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, LayerRange], ...]:
+        """Every layer range with the index of the stage that holds it, in the order that a micro-batch visits them."""
+        return tuple(sorted(((s, r) for s, stage in enumerate(self.stages) for r in stage.layers), key=lambda chunk: chunk[1]))
 
     @property
     def sequences(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from sim.spec.plan import LayerRange
+from sim.spec.plan import LayerRange, tensor_groups
 from sim.spec.reading import InputError
 
 FORMAT = "motley-program/1"
@@ -165,6 +165,7 @@ class Edge:
 class Lane:
     """One tensor-parallel group with its layers, its share of each micro-batch, its neighbours and its instructions.
 
+    With context parallelism it is as many such groups, one after another in `devices`, each with its part of every sequence.
     `buckets` are the layer ranges, in layer order, in which gradients are reduced. `split` says what is emitted bucket by
     bucket: "none", "last" (the backward of the last micro-batch, so that reductions overlap it), "backward" (every backward,
     under ZeRO 2) or "all" (every forward, too, under ZeRO 3).
@@ -184,12 +185,18 @@ class Lane:
     next: tuple[Edge, ...] = ()
     buckets: tuple[LayerRange, ...] = ()
     split: str = "none"
+    context_parallel: int = 1
     instructions: tuple[Instruction, ...] = field(default=(), repr=False)
 
     @property
     def tensor_parallel(self) -> int:
         """How many devices share each layer."""
-        return len(self.devices)
+        return len(self.devices) // self.context_parallel
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each context rank, which share each layer; every one of these groups has the whole layers."""
+        return tensor_groups(self.devices, self.context_parallel)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -206,14 +213,27 @@ class Lane:
         inside = tuple(b for b in self.buckets if layers[0] <= b[0] and b[1] <= layers[1])
         return inside or (layers,)
 
-    def chunk(self, layer: int) -> LayerRange:
-        """The lane's layer range that holds this layer."""
-        return next((r for r in self.layers if r[0] <= layer < r[1]), self.layers[0])
+    def chunk(self, part: LayerRange) -> LayerRange:
+        """The lane's layer range that a part is of."""
+        return part if part in self.layers else next(r for r in self.layers if r[0] <= part[0] and part[1] <= r[1])
 
-    def part(self, layer: int, micro_batch: int, backward: bool) -> LayerRange:
-        """The range that holds this layer in the forward or backward of a micro-batch (an end of the chunk, beyond it)."""
-        parts = self.parts(self.chunk(layer), micro_batch, backward)
-        return next((r for r in parts if r[0] <= layer < r[1]), parts[-1] if layer >= parts[-1][1] else parts[0])
+    def before(self, part: LayerRange, micro_batch: int, backward: bool) -> LayerRange | None:
+        """The part of the lane that ends where this one begins, in the forward or backward of a micro-batch, if there is one."""
+        return self._beside(part, micro_batch, backward, -1)
+
+    def after(self, part: LayerRange, micro_batch: int, backward: bool) -> LayerRange | None:
+        """The part of the lane that begins where this one ends, in the forward or backward of a micro-batch, if there is one."""
+        return self._beside(part, micro_batch, backward, 1)
+
+    def _beside(self, part: LayerRange, micro_batch: int, backward: bool, step: int) -> LayerRange | None:
+        chunk = self.chunk(part)
+        parts = self.parts(chunk, micro_batch, backward)
+        at = parts.index(part) + step
+        if 0 <= at < len(parts):
+            return parts[at]
+        end = chunk[0] if step < 0 else chunk[1]
+        neighbour = next((r for r in self.layers if r != chunk and end == (r[1] if step < 0 else r[0])), None)
+        return None if neighbour is None else self.parts(neighbour, micro_batch, backward)[min(step, 0)]
 
 
 @dataclass(frozen=True)
@@ -261,38 +281,43 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
     here = lane.name
     match instruction:
         case Forward(m, (start, _) as part):
-            first = start == lane.chunk(start)[0]
             found: list[tuple[str, Instruction]] = []
-            if first:
+            earlier = lane.before(part, m, backward=False)
+            if earlier is None:
                 found += [(here, RecvActivation(m, e.layer, e.peer, e.sequences)) for e in lane.previous if e.layer == start]
             else:
-                found.append((here, Forward(m, lane.part(start - 1, m, backward=False))))
+                found.append((here, Forward(m, earlier)))
             if lane.split == "all":
                 found.append((here, GatherParameters(part, m)))
             return found
-        case Backward(m, (start, stop) as part) | BackwardInput(m, (start, stop) as part):
-            chunk = lane.chunk(start)
-            found = [(here, Forward(m, lane.parts(chunk, m, backward=False)[-1]))]
-            if stop == chunk[1]:
+        case Backward(m, (_, stop) as part) | BackwardInput(m, (_, stop) as part):
+            found = [(here, Forward(m, lane.parts(lane.chunk(part), m, backward=False)[-1]))]
+            later = lane.after(part, m, backward=True)
+            if later is None:
                 found += [(here, RecvGradient(m, e.layer, e.peer, e.sequences)) for e in lane.next if e.layer == stop]
             else:
-                found.append((here, type(instruction)(m, lane.part(stop, m, backward=True))))
+                found.append((here, type(instruction)(m, later)))
             if lane.split == "all":
                 found.append((here, GatherParameters(part, m, backward=True)))
             return found
         case BackwardWeight(m, layers):
             return [(here, BackwardInput(m, layers))]
         case SendActivation(m, layer):
-            chunk = lane.chunk(layer - 1)
+            chunk = next(r for r in lane.layers if r[1] == layer)
             return [(here, Forward(m, lane.parts(chunk, m, backward=False)[-1]))]
         case SendGradient(m, layer):
-            return [(here, _input_gradient(lane, m, lane.parts(lane.chunk(layer), m, backward=True)[0]))]
+            chunk = next(r for r in lane.layers if r[0] == layer)
+            return [(here, _input_gradient(lane, m, lane.parts(chunk, m, backward=True)[0]))]
         case RecvActivation() | RecvGradient():
             return [matching_send(here, instruction)]
         case ReduceGradients((start, stop), m):
             last = lane.micro_batches - 1 if m is None else m
-            layer = start if start < stop or start == 0 else start - 1
-            return [(here, _weight_gradient(lane, last, lane.part(layer, last, backward=True)))]
+            if start < stop:
+                parts = lane.parts(lane.chunk((start, stop)), last, backward=True)
+                part = next(r for r in parts if r[0] <= start and stop <= r[1])
+            else:
+                part = lane.parts(lane.layers[0], last, True)[0] if start == 0 else lane.parts(lane.layers[-1], last, True)[-1]
+            return [(here, _weight_gradient(lane, last, part))]
         case OptimizerStep():
             reduced: list[tuple[str, Instruction]] = [(here, i) for i in lane.instructions if isinstance(i, ReduceGradients)]
             return reduced or [
@@ -389,6 +414,7 @@ def program_text(program: Program) -> str:
             f"devices={','.join(lane.devices)} layers={_ranges_text(lane.layers)} sequences={_ranges_text([lane.sequences])} "
             f"micro_batches={lane.micro_batches} ends={ends} previous={_edges_text(lane.previous)} next={_edges_text(lane.next)} "
             f"buckets={_ranges_text(lane.buckets)} split={lane.split}"
+            + (f" context={lane.context_parallel}" if lane.context_parallel > 1 else "")
         )
         lines += [f"  {instruction_text(instruction)}" for instruction in lane.instructions]
     return "\n".join(lines) + "\n"
@@ -445,6 +471,7 @@ def parse_program(text: str, where: str = "program") -> Program:
                     next=_parse_edges(facts["next"]),
                     buckets=_parse_ranges(facts["buckets"]),
                     split=facts["split"],
+                    context_parallel=int(facts.get("context", "1")),
                 )
                 lanes.append(lane)
             elif lanes:

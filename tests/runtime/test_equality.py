@@ -44,7 +44,10 @@ GPT = Transformer(
 
 
 def pipeline(micro_batch: int, micro_batches: int, *stages: tuple[object, ...]) -> Pipeline:
-    """A pipeline of stages (layers, devices) or (layers, (devices, sequences), ...), with a recompute mode at the end if any."""
+    """A pipeline of stages (layers, devices) or (layers, (devices, sequences), ...), with a recompute mode at the end if any.
+
+    Layers are one range, or a list of ranges.
+    """
     made = []
     for layers, *rest in stages:
         mode = rest.pop() if isinstance(rest[-1], str) and rest[-1] in ("none", "selective", "full") else "none"
@@ -53,7 +56,8 @@ def pipeline(micro_batch: int, micro_batches: int, *stages: tuple[object, ...]) 
             if isinstance(rest[0][0], tuple)  # type: ignore[index]
             else (Replica(tuple(f"n/{i}" for i in rest[0]), micro_batch),)  # type: ignore[attr-defined]
         )
-        made.append(Stage(replicas, (layers,), mode))  # type: ignore[arg-type]
+        ranges = tuple(layers) if isinstance(layers, list) else (layers,)
+        made.append(Stage(replicas, ranges, mode))  # type: ignore[arg-type]
     return Pipeline(micro_batch, micro_batches, tuple(made))
 
 
@@ -126,6 +130,57 @@ PLANS = {
         schedule="gpipe",
         sequence_parallel=True,
     ),
+    "interleaved, three micro-batches on two stages": plan_of(
+        LLAMA, pipeline(2, 3, ([(0, 1), (2, 3)], (0,)), ([(1, 2), (3, 4)], (1, 2), "selective")), schedule="interleaved"
+    ),
+    "interleaved, tied, beside another number of ranges": plan_of(
+        GPT,
+        pipeline(1, 4, ([(0, 1), (2, 3)], (0, 1)), ([(1, 2), (3, 4)], (2,))),
+        pipeline(2, 2, ((0, 3), (3,)), ((3, 4), (4,))),
+        schedule="interleaved",
+        zero_stage=1,
+    ),
+    "interleaved, zero 3, uneven replicas": plan_of(
+        LLAMA,
+        pipeline(3, 2, ([(0, 1), (2, 3)], ((0,), 1), ((1, 2), 2)), ([(1, 2), (3, 4)], ((3,), 2), ((4,), 1))),
+        schedule="interleaved",
+        zero_stage=3,
+    ),
+    "zb-1p, degrees 2 and 1, recomputed": plan_of(
+        LLAMA, pipeline(2, 4, ((0, 2), (0, 1), "full"), ((2, 4), (2,))), schedule="zb-1p", sequence_parallel=True
+    ),
+    "zb-1p, zero 2, two pipelines": plan_of(
+        GPT,
+        pipeline(1, 3, ((0, 1), (0,)), ((1, 4), (1, 2))),
+        pipeline(2, 3, ((0, 1), (3,)), ((1, 4), (4,))),
+        schedule="zb-1p",
+        zero_stage=2,
+    ),
+    "zb-2p, three stages, unlike cuts": plan_of(
+        LLAMA,
+        pipeline(1, 5, ((0, 2), (0,)), ((2, 3), (1,)), ((3, 4), (2,))),
+        pipeline(2, 2, ((0, 1), (3,)), ((1, 4), (4,))),
+        schedule="zb-2p",
+        zero_stage=1,
+    ),
+    "zb-v, tied ends on one stage": plan_of(
+        GPT, pipeline(2, 3, ([(0, 1), (3, 4)], (0, 1)), ([(1, 2), (2, 3)], (2,), "full")), schedule="zb-v"
+    ),
+    "zb-v, zero 3, two pipelines": plan_of(
+        LLAMA,
+        pipeline(1, 4, ([(0, 1), (3, 4)], (0,)), ([(1, 2), (2, 3)], (1, 2))),
+        pipeline(1, 4, ([(0, 1), (3, 4)], (3,)), ([(1, 2), (2, 3)], (4,))),
+        schedule="zb-v",
+        zero_stage=3,
+        sequence_parallel=True,
+    ),
+    "zb-v, one stage and ends alone": plan_of(
+        GPT,
+        pipeline(1, 2, ([(0, 2), (2, 4)], (0,))),
+        pipeline(1, 3, ([(0, 0), (4, 4)], (1,)), ([(0, 1), (1, 4)], (2,))),
+        schedule="zb-v",
+        zero_stage=1,
+    ),
     "reductions after the backward": plan_of(
         LLAMA, pipeline(1, 2, ((0, 4), (0,))), pipeline(1, 2, ((0, 2), (1,)), ((2, 4), (2,))), overlap_gradients=False
     ),
@@ -171,7 +226,13 @@ def test_losses_and_parameters_equal_those_of_one_process_in_fp64(name: str, wor
     assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
 
 
-@pytest.mark.parametrize("name", ["uneven replicas", "tied embeddings over stages", "zero 1, unequal replicas"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("uneven replicas", "tied embeddings over stages", "zero 1, unequal replicas"),
+        *("zb-2p, three stages, unlike cuts", "zb-v, tied ends on one stage"),
+    ],
+)
 def test_losses_in_fp32_equal_those_of_one_process(name: str, workers: Workers, tmp_path: Path) -> None:
     plan = dataclasses.replace(PLANS[name], optimizer="sgd")
     chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS))

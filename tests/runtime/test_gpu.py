@@ -36,6 +36,8 @@ def run(plan: Plan, settings: Settings, folder: Path) -> RunResult:
         "zero 1, tied, sequence parallel",
         "zero 2, two stages, uneven replicas",
         "zero 3, unequal degrees, recomputed",
+        "interleaved, tied, beside another number of ranges",
+        "zb-v, zero 3, two pipelines",
     ],
 )
 def test_workers_that_share_a_gpu_learn_as_one_process_does(name: str, tmp_path: Path) -> None:
@@ -67,8 +69,9 @@ def test_one_gpu_trains_in_every_precision(precision: str, tolerance: float, com
         plan_of(LLAMA, pipeline(1, 4, ((0, 2), (0,)), ((2, 4), (1,)))),
         plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0, 1))), sequence_parallel=True),
         plan_of(GPT, pipeline(1, 2, ((0, 4), (0,))), pipeline(2, 2, ((0, 4), (1,))), zero_stage=2),
+        plan_of(LLAMA, pipeline(1, 3, ([(0, 1), (2, 3)], (0,)), ([(1, 2), (3, 4)], (1,))), schedule="interleaved"),
     ],
-    ids=["two stages", "tensor parallel", "two pipelines"],
+    ids=["two stages", "tensor parallel", "two pipelines", "interleaved"],
 )
 def test_two_gpus_learn_through_nccl_as_one_process_does(plan: Plan, tmp_path: Path) -> None:
     chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), device="cuda", precision="fp64")

@@ -92,8 +92,10 @@ def test_every_example_cluster_is_tested_here() -> None:
 def test_the_mixed_cluster_b_is_read_whole() -> None:
     cluster = read_cluster(EXAMPLES / "hexiscale-mixed-b.yaml")
     nic = Nic("ethernet", 10 * GBIT)
-    pcie = Intra("pcie4", 24e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=24e9, latency_s=6e-6)
-    nvlink = Intra("nvlink", 300e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=300e9, latency_s=3e-6)
+    pcie = Intra("pcie4", 24e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=24e9, latency_s=1e-6, step_s=3.5e-6)
+    nvlink = Intra(
+        "nvlink", 300e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=300e9, latency_s=0.6e-6, step_s=3.5e-6
+    )
     assert cluster == Cluster(
         "hexiscale-mixed-b",
         (
@@ -102,7 +104,7 @@ def test_the_mixed_cluster_b_is_read_whole() -> None:
             Node("rtx4090", gpu_kind("RTX4090"), 8, pcie, nic),
             Node("a100", gpu_kind("A100-80GB-SXM"), 8, nvlink, nic),
         ),
-        Fabric(latency_s=50e-6, oversubscription=1.0),
+        Fabric(latency_s=50e-6, oversubscription=1.0, start_s=32e-6, step_s=3.5e-6),
     )
 
 
@@ -127,31 +129,31 @@ def test_the_example_matrix_is_read_by_rows_that_send() -> None:
 @pytest.mark.parametrize(
     ("gpu", "intra", "rate", "latency_s"),
     [
-        ("V100-16GB-SXM", "nvlink", 150e9, 3e-6),
-        ("A100-80GB-SXM", "nvlink", 300e9, 3e-6),
-        ("A800-80GB-SXM", "nvswitch", 200e9, 3e-6),
-        ("H800-80GB-SXM", "nvswitch", 200e9, 3e-6),
-        ("H100-80GB-SXM", "nvswitch", 450e9, 3e-6),
-        ("RTX3090", "pcie3", 12e9, 6e-6),
-        ("RTX4090", "pcie4", 24e9, 6e-6),
-        ("H100-80GB-SXM", "pcie5", 50e9, 6e-6),
+        ("V100-16GB-SXM", "nvlink", 150e9, 0.6e-6),
+        ("A100-80GB-SXM", "nvlink", 300e9, 0.6e-6),
+        ("A800-80GB-SXM", "nvswitch", 200e9, 0.6e-6),
+        ("H800-80GB-SXM", "nvswitch", 200e9, 0.6e-6),
+        ("H100-80GB-SXM", "nvswitch", 450e9, 0.6e-6),
+        ("RTX3090", "pcie3", 12e9, 1e-6),
+        ("RTX4090", "pcie4", 24e9, 1e-6),
+        ("H100-80GB-SXM", "pcie5", 50e9, 1e-6),
     ],
 )
 def test_the_rate_inside_a_node_follows_from_the_link_and_the_gpu(
     tmp_path: Path, gpu: str, intra: str, rate: float, latency_s: float
 ) -> None:
     found = node(tmp_path, f"gpu: {gpu}, gpus: 8, intra: {intra}").intra
-    assert found == Intra(intra, rate, 4, 2, rate, latency_s)
+    assert found == Intra(intra, rate, 4, 2, rate, latency_s, 3.5e-6)
     assert found.is_nvlink == intra.startswith("nv")
 
 
 def test_an_interconnect_can_be_told_in_full(tmp_path: Path) -> None:
-    told = "{kind: pcie4, bandwidth: 20 GB/s, gpus_per_switch: 2, sockets: 1, host_bandwidth: 16 GB/s, latency: 9 us}"
-    assert node(tmp_path, f"gpu: RTX4090, gpus: 8, intra: {told}").intra == Intra("pcie4", 20e9, 2, 1, 16e9, 9e-6)
+    told = "{kind: pcie4, bandwidth: 20 GB/s, gpus_per_switch: 2, sockets: 1, host_bandwidth: 16 GB/s, latency: 9 us, step: 0 s}"
+    assert node(tmp_path, f"gpu: RTX4090, gpus: 8, intra: {told}").intra == Intra("pcie4", 20e9, 2, 1, 16e9, 9e-6, 0.0)
     partly = node(tmp_path, "gpu: RTX4090, gpus: 8, intra: {kind: pcie4, bandwidth: 20 GB/s}").intra
-    assert partly == Intra("pcie4", 20e9, 4, 2, 20e9, 6e-6)
+    assert partly == Intra("pcie4", 20e9, 4, 2, 20e9, 1e-6, 3.5e-6)
     bridged = node(tmp_path, "gpu: RTX3090, gpus: 2, intra: {kind: nvlink, bandwidth: 56 GB/s}").intra
-    assert bridged == Intra("nvlink", 56e9, 4, 2, 56e9, 3e-6)
+    assert bridged == Intra("nvlink", 56e9, 4, 2, 56e9, 0.6e-6, 3.5e-6)
 
 
 def test_a_count_of_one_keeps_the_name_and_a_higher_count_numbers_it(tmp_path: Path) -> None:
@@ -183,14 +185,15 @@ def test_a_nic_can_be_told_in_full_and_racks_and_sites_beside_it(tmp_path: Path)
 def test_a_single_node_needs_no_nic_and_a_fabric_has_defaults(tmp_path: Path) -> None:
     cluster = nodes(tmp_path, "{name: a, gpu: RTX4090, gpus: 2, intra: pcie4}")
     assert cluster.nodes[0].nic is None
-    assert cluster.fabric == Fabric(latency_s=0.0, oversubscription=1.0)
+    assert cluster.fabric == Fabric(latency_s=0.0, oversubscription=1.0, start_s=32e-6, step_s=3.5e-6)
     assert cluster.fabric.efficiency("infiniband") == 0.92
 
 
 def test_the_fabric_overrides_protocol_efficiencies_one_by_one(tmp_path: Path) -> None:
-    told = "fabric: {latency: 5 us, oversubscription: 2.5, protocol_efficiency: {tcp: 0.25, nvlink: 1}}\n"
+    efficiency = "{tcp: 0.25, nvlink: 1}"
+    told = f"fabric: {{latency: 5 us, oversubscription: 2.5, start: 10 us, step: 100 us, protocol_efficiency: {efficiency}}}\n"
     fabric = nodes(tmp_path, A100, rest=told).fabric
-    assert fabric == Fabric(5e-6, 2.5, (("nvlink", 1.0), ("tcp", 0.25)))
+    assert fabric == Fabric(5e-6, 2.5, (("nvlink", 1.0), ("tcp", 0.25)), 10e-6, 100e-6)
     assert [fabric.efficiency(protocol) for protocol in ("tcp", "nvlink", "roce")] == [0.25, 1.0, 0.90]
 
 
@@ -348,7 +351,8 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
         ),
         (
             "fabric: {latncy: 5 us}\n",
-            "cluster.yaml: fabric: unknown key 'latncy'; accepted: protocol_efficiency, latency, oversubscription; did you",
+            "cluster.yaml: fabric: unknown key 'latncy'; accepted: protocol_efficiency, latency, oversubscription, start, step; "
+            "did you mean latency?",
         ),
         ("fabric:\n", "cluster.yaml: fabric: expected a mapping of keys to values, but got nothing"),
         (
@@ -357,7 +361,7 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
         ),
         (
             "fabric: {protocol_efficiency: {rocee: 1}}\n",
-            "cluster.yaml: fabric.protocol_efficiency: unknown key 'rocee'; accepted: nvlink, pcie, infiniband, roce",
+            "cluster.yaml: fabric.protocol_efficiency: unknown key 'rocee'; accepted: nvlink, nvls, pcie, infiniband, roce",
         ),
         ("gpu_kinds: [RTX4090]\n", "cluster.yaml: gpu_kinds: expected a mapping of keys to values, but got ['RTX4090']"),
         ("gpu_kinds: {RTX4090: {memory: 24}}\n", "cluster.yaml: gpu_kinds.RTX4090.memory: got 24 without a unit, but a bytes"),

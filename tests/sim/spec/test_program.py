@@ -193,6 +193,20 @@ def test_a_backward_needs_its_forward_and_the_gradient_from_behind() -> None:
     assert needs(FRONT, "B1[0:2]") == ["F1[0:4]", "B1[2:4]"]
 
 
+def test_layer_ranges_that_follow_one_another_on_a_lane_need_each_other_and_no_message() -> None:
+    folded = replace(FRONT, layers=((2, 4), (4, 6)), previous=(Edge(2, "p0s9", (0, 1)),), next=(Edge(6, "p0s9", (0, 1)),))
+    folded = replace(folded, buckets=(), split="none")
+    assert needs(folded, "F0[2:4]") == ["RA0@2<p0s9[0:1]"]
+    assert needs(folded, "F0[4:6]") == ["F0[2:4]"]
+    assert needs(folded, "B0[4:6]") == ["F0[4:6]", "RG0@6<p0s9[0:1]"]
+    assert needs(folded, "B0[2:4]") == ["F0[2:4]", "B0[4:6]"]
+    assert needs(folded, "SA0@6>p0s9[0:1]") == ["F0[4:6]"]
+    assert needs(folded, "SG0@2>p0s9[0:1]") == ["B0[2:4]"]
+    in_parts = replace(folded, buckets=((2, 3), (3, 4), (4, 5), (5, 6)), split="all")
+    assert needs(in_parts, "F0[4:5]") == ["F0[3:4]", "GF0[4:5]"]
+    assert needs(in_parts, "B0[3:4]") == ["F0[3:4]", "B0[4:5]", "GB0[3:4]"]
+
+
 def test_messages_need_what_they_carry() -> None:
     assert needs(FRONT, "SA0@4>p0s1[0:1]") == ["F0[0:4]"]
     assert needs(BACK, "RA0@4<p0s0[0:1]") == ["p0s0 SA0@4>p0s1[0:1]"]
@@ -259,7 +273,8 @@ def test_empty_end_stages_need_what_full_ones_do() -> None:
 
 @pytest.mark.parametrize("instruction", TEXTS.values(), ids=instruction_text)
 def test_the_rule_covers_every_instruction_type(instruction: Instruction) -> None:
-    lane = replace(FRONT, layers=((0, 8),), next=(), head=True, micro_batches=13, buckets=(), split="none")
+    layers = ((0, 8), (4, 8), (8, 8))  # all that are named there
+    lane = replace(FRONT, layers=layers, next=(), head=True, micro_batches=13, buckets=(), split="none")
     for name, needed in dependencies(lane, instruction):
         assert isinstance(needed, INSTRUCTIONS) and isinstance(name, str)
 

@@ -1,0 +1,243 @@
+"""Schedules: in which order a stage works on its micro-batches, and how many of them it holds at once.
+
+A schedule is written once, here, for a pipeline of `depth` stages, of which each holds `chunks` layer ranges. A stage is
+known by its `position`, the place at which a micro-batch first visits it, and a chunk by its place in the stage. Messages,
+gradient reductions and parameter gathers are added by rules that do not know the schedule (`sim.spec.compile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+from sim.spec.plan import Pipeline
+from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward
+from sim.spec.reading import InputError
+
+Work: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+
+
+class Step(NamedTuple):
+    """One piece of a stage's work: what is done for which micro-batch with which of the stage's layer ranges."""
+
+    kind: type[Work]
+    micro_batch: int
+    chunk: int
+
+
+Order: TypeAlias = Callable[[int, int, int, int], Iterable[Step]]
+"""The work of one stage, in order, given depth, position, chunks and micro-batches.
+
+Of every chunk each micro-batch has one forward and one backward, or the two halves of one, and comes in order of its number.
+"""
+
+
+def _gpipe(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """All forwards, then all backwards (Huang et al., 2019). Backwards in order, so that gradients accumulate as in 1F1B."""
+    for kind in (Forward, Backward):
+        yield from (Step(kind, m, 0) for m in range(micro_batches))
+
+
+def _one_forward_one_backward(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """Warm-up forwards, then one forward and one backward in turn, then the rest (PipeDream-flush, Narayanan et al., 2021)."""
+    forwards, backwards = ([Step(kind, m, 0) for m in range(micro_batches)] for kind in (Forward, Backward))
+    return _alternating(forwards, backwards, depth - position - 1)
+
+
+def _alternating(forwards: list[Step], backwards: list[Step], warm_up: int) -> Iterator[Step]:
+    """So many forwards, then one forward and one backward in turn, then the rest of the backwards."""
+    warm_up = min(warm_up, len(forwards))
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warm_up :]
+
+
+def _interleaved(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """1F1B over virtual stages, in groups of `depth` micro-batches (Narayanan et al., 2021, section 2.2; Megatron-LM).
+
+    A group goes through a stage's first chunk, then through its second, and so on, and back in the opposite order. The
+    warm-up is of 2 (depth - position - 1) + (chunks - 1) depth forwards. Where the micro-batches are no multiple of the
+    depth, the last group is filled up in thought: leaving out some work of an order that can be executed leaves one that can.
+    """
+    if chunks == 1:
+        yield from _one_forward_one_backward(depth, position, chunks, micro_batches)
+        return
+    forwards, backwards = [], []
+    for first in range(0, micro_batches, depth):
+        for chunk in range(chunks):
+            for m in range(first, first + depth):
+                forwards.append(Step(Forward, m, chunk))
+                backwards.append(Step(Backward, m, chunks - 1 - chunk))
+    order = _alternating(forwards, backwards, 2 * (depth - position - 1) + (chunks - 1) * depth)
+    yield from (step for step in order if step.micro_batch < micro_batches)
+
+
+def _zero_bubble(warm_up: int, kept: int, micro_batches: int) -> Iterator[Step]:
+    """Warm-up forwards, then in turn the input half of a backward, a weight half and a forward.
+
+    A weight half is put off as long as no more than `kept` micro-batches are held, so that it fills the bubble at the end.
+    """
+    delay = kept - warm_up
+    yield from (Step(Forward, m, 0) for m in range(min(warm_up, micro_batches)))
+    for m in range(micro_batches):
+        yield Step(BackwardInput, m, 0)
+        if m >= delay:
+            yield Step(BackwardWeight, m - delay, 0)
+        if m + warm_up < micro_batches:
+            yield Step(Forward, m + warm_up, 0)
+    yield from (Step(BackwardWeight, m, 0) for m in range(max(0, micro_batches - delay), micro_batches))
+
+
+def _zero_bubble_1p(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """ZB-H1: no more is held anywhere than by 1F1B's first stage; a bubble of (p-1)(F + I - W) (Qi et al., 2024, section 2.1)."""
+    return _zero_bubble(depth - position, depth, micro_batches)
+
+
+def _zero_bubble_2p(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """ZB-H2: about twice the warm-up and the memory; a bubble of (p-1)(F + I - 2W), none of equal times (as above, 2.2)."""
+    return _zero_bubble(2 * (depth - position) - 1, 2 * depth - 1, micro_batches)
+
+
+def _zero_bubble_v(depth: int, position: int, chunks: int, micro_batches: int) -> Iterable[Step]:
+    """V-ZB: the memory of 1F1B and next to no bubble (Qi et al., 2024, arXiv:2405.15362); the order is our own."""
+    return _folded_orders(depth, micro_batches)[position]
+
+
+@lru_cache(maxsize=4)
+def _folded_orders(depth: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
+    """The work of all stages of a pipeline folded in a V, found by letting every stage do, at each instant, what it can.
+
+    Forward and both halves of the backward of a chunk are taken to last one instant each. What leads back along the V comes
+    first: a forward of the second chunk, an input half of the second, a forward of the first, an input half of the first; a
+    weight half fills the instants left. A stage holds at most 2 `depth` chunks of micro-batches. Its last place is kept for
+    the second chunk, so that the oldest micro-batch can always go on.
+    """
+    last = 2 * depth - 1
+    # When the forward or input half of a micro-batch at a virtual stage was done; the last virtual stage is the loss's.
+    forward_end: list[list[int]] = [[] for _ in range(2 * depth)]
+    input_end: list[list[int]] = [[] for _ in range(2 * depth)]
+    put_off: list[list[Step]] = [[] for _ in range(depth)]
+    weights = [0] * depth
+    orders: list[list[Step]] = [[] for _ in range(depth)]
+    left, now = 6 * depth * micro_batches, 0
+
+    def chosen(i: int) -> Step | None:
+        held = sum(len(forward_end[v]) for v in (i, last - i)) - weights[i]
+        for kind, chunk in ((Forward, 1), (BackwardInput, 1), (Forward, 0), (BackwardInput, 0)):
+            v = i if chunk == 0 else last - i
+            if kind is Forward:
+                m = len(forward_end[v])
+                before = forward_end[v - 1] if v > 0 else None
+                if m == micro_batches or held + (chunk == 0) >= 2 * depth:
+                    continue
+            else:
+                m = len(input_end[v])
+                before = input_end[v + 1] if v < last else None
+                if m >= len(forward_end[v]):
+                    continue
+            if before is None or (m < len(before) and before[m] <= now):
+                return Step(kind, m, chunk)
+        return put_off[i][weights[i]] if weights[i] < len(put_off[i]) else None
+
+    while left:
+        for i, step in [(i, chosen(i)) for i in range(depth)]:
+            if step is None:
+                continue
+            kind, m, chunk = step
+            v = i if chunk == 0 else last - i
+            if kind is Forward:
+                forward_end[v].append(now + 1)
+            elif kind is BackwardInput:
+                input_end[v].append(now + 1)
+                put_off[i].append(Step(BackwardWeight, m, chunk))
+            else:
+                weights[i] += 1
+            orders[i].append(step)
+            left -= 1
+        now += 1
+    return tuple(map(tuple, orders))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order, the layer ranges that it takes of every stage, and the micro-batches that a stage of one range holds."""
+
+    order: Order
+    ranges: int | None = 1
+    """None where it takes any number, but of every stage the same."""
+    folded: bool = False
+    """Whether the second ranges are visited from the last stage to the first."""
+    splits_backward: bool = False
+    held: Callable[[int, int, int], int] | None = None
+    """Of a stage of one range, given depth, position and micro-batches, so that planners need not count an order."""
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "gpipe": Schedule(_gpipe, held=lambda depth, position, micro_batches: micro_batches),
+    "1f1b": Schedule(_one_forward_one_backward, held=lambda depth, position, micro_batches: min(depth - position, micro_batches)),
+    "interleaved": Schedule(_interleaved, ranges=None),
+    "zb-1p": Schedule(
+        _zero_bubble_1p, splits_backward=True, held=lambda depth, position, micro_batches: min(depth, micro_batches)
+    ),
+    "zb-2p": Schedule(
+        _zero_bubble_2p, splits_backward=True, held=lambda depth, position, micro_batches: min(2 * depth - 1, micro_batches)
+    ),
+    "zb-v": Schedule(_zero_bubble_v, ranges=2, folded=True, splits_backward=True),
+}
+"""The schedules by their names in a plan."""
+
+
+def check_ranges(schedule: str, pipeline: Pipeline, where: str) -> None:
+    """Nothing. Raises InputError, in one line, where a pipeline's layer ranges are not laid as its schedule takes them."""
+    known = SCHEDULES[schedule]
+    counts = [len(stage.layers) for stage in pipeline.stages]
+    wanted = known.ranges or counts[0]
+    for s, count in enumerate(counts):
+        if count != wanted:
+            takes = f"as many of every stage, and stages[0] has {wanted}" if known.ranges is None else ("", "one", "two")[wanted]
+            raise InputError(
+                f"{where}.stages[{s}] has {count} layer range{'s' if count > 1 else ''}, but {schedule!r} takes {takes}"
+            )
+    for s, stage in enumerate(pipeline.stages):
+        for (a, b), (c, d) in pairwise(sorted(stage.layers)):
+            if b == c and (a == b or c == d):
+                raise InputError(f"{where}.stages[{s}] has the layer ranges [{a}, {b}] and [{c}, {d}], which are one")
+    once = pipeline.visiting_order
+    visits = once + once[::-1] if known.folded else once * wanted
+    found = [s for s, _ in pipeline.chunks]
+    if found != visits:
+        raise InputError(
+            f"{where}: under {schedule!r} a micro-batch visits the stages in the order {', '.join(map(str, visits))}, "
+            f"but their layers are in the order {', '.join(map(str, found))}"
+        )
+
+
+_LONG = 4
+"""After so many times `depth` micro-batches all schedules but GPipe repeat themselves, and what they hold grows no more."""
+
+
+@lru_cache(maxsize=1 << 16)
+def in_flight(schedule: str, depth: int, position: int, micro_batches: int, chunks: tuple[int, ...] = (1,)) -> float:
+    """The most micro-batches whose activations a stage holds at once, at `position` of a pipeline of `depth` stages.
+
+    `chunks` are the layers of each of the stage's ranges, in layer order; the answer is in activations of all of them, and may
+    be a fraction. Activations are held from the forward to the end of the backward (of its weight half, where it has two).
+    With (0, 1) it is the most that the second of two ranges holds.
+    """
+    known = SCHEDULES[schedule]
+    if len(chunks) == 1 and known.held is not None:
+        return known.held(depth, position, micro_batches)
+    parts = chunks if any(chunks) else (1,) * len(chunks)
+    held = most = 0
+    for step in known.order(depth, position, len(chunks), min(micro_batches, _LONG * depth)):
+        if step.kind is Forward:
+            held += parts[step.chunk]
+            most = max(most, held)
+        elif step.kind is not BackwardInput:
+            held -= parts[step.chunk]
+    return most / sum(parts)
