@@ -18,9 +18,9 @@ from partition.layers import ranges, split_layers
 from partition.pricing import Pricing
 from partition.room import Room
 from sim.spec.cluster import Cluster
-from sim.spec.compile import in_flight
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
+from sim.spec.schedules import in_flight
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 """The tensor-parallel groups of a pipeline, in stage order."""
@@ -141,7 +141,7 @@ class Assembly:
         pipelines: int,
         micro_batch: int,
         settings: Settings,
-        flying: int,
+        flying: float,
         first: bool,
         last: bool,
     ) -> partial[tuple[float, int]]:
@@ -157,7 +157,7 @@ class Assembly:
         pipelines: int,
         micro_batch: int,
         settings: Settings,
-        flying: int,
+        flying: float,
         first: bool,
         last: bool,
         layers: int,

@@ -25,9 +25,9 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from partition.drafts import Draft, Settings, stage
-from sim.cost.collectives import across_lanes, between_lanes, ring
+from sim.cost.collectives import across_lanes, between_lanes, collective
 from sim.cost.compute import ComputeCost, TensorCollective
-from sim.cost.network import Network, Transfer
+from sim.cost.network import Network
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -66,16 +66,19 @@ class StageSeconds:
     embedding_backward_s: float
     head_forward_s: float
     head_backward_s: float
+    micro_batch_s: float
+    """What each pass takes besides its layers."""
 
     def forward_s(self, layers: int, first: bool, last: bool) -> float:
         """The forward pass of so many layers, and of the ends."""
-        return layers * self.layer_forward_s + first * self.embedding_forward_s + last * self.head_forward_s
+        ends_s = first * self.embedding_forward_s + last * self.head_forward_s
+        return self.micro_batch_s + layers * self.layer_forward_s + ends_s
 
     def backward_s(self, layers: int, recomputed: int, first: bool, last: bool, selective: int = 0) -> float:
         """The backward pass of so many layers, some of them recomputed in full or selectively, and of the ends."""
         ends_s = first * self.embedding_backward_s + last * self.head_backward_s
         again_s = recomputed * self.recompute_s + selective * self.selective_s
-        return layers * self.layer_backward_s + again_s + ends_s
+        return self.micro_batch_s + layers * self.layer_backward_s + again_s + ends_s
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,8 @@ class Pricing:
         self.network = Network(cluster)
         self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
         self._stages: dict[object, StageSeconds] = {}
-        self._rings: dict[tuple[str, Devices], tuple[float, float]] = {}
+        self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
-        self._exchanges: dict[object, Transfer] = {}
 
     # --- Pieces ---
 
@@ -148,7 +150,7 @@ class Pricing:
         if found is None:
             computed, collectives = self._computed(devices, micro_batch, settings)
             forward, backward, selective, recompute, with_embedding, embedding_back, with_head, head_back = (
-                seconds + sum(self._ring_s(c, devices) for c in inside)
+                seconds + sum(self._collective_s(c, devices) for c in inside)
                 for seconds, inside in zip(computed, collectives, strict=True)
             )
             found = self._stages[key] = StageSeconds(
@@ -160,6 +162,7 @@ class Pricing:
                 embedding_backward_s=embedding_back - backward,
                 head_forward_s=with_head - forward,
                 head_backward_s=head_back - backward,
+                micro_batch_s=self.cluster.stack.micro_batch_s,
             )
         return found
 
@@ -172,6 +175,7 @@ class Pricing:
         found = self._computation.get(key)
         if found is None:
             model = replace(self.job.model, name="probe", layers=1)
+            software = replace(self.cluster.stack, micro_batch_s=0.0)  # it comes once, and not for each layer
             plain, selective, recomputing = (
                 ComputeCost(
                     Plan(
@@ -184,6 +188,7 @@ class Pricing:
                         sequence_parallel=settings.sequence_parallel,
                     ),
                     self.cluster,
+                    stack=software,
                 )
                 for mode in RECOMPUTE
             )
@@ -208,15 +213,14 @@ class Pricing:
             )
         return found
 
-    def _ring_s(self, collective: TensorCollective, devices: Devices) -> float:
-        """Seconds of some equal ring collectives, alone on their links."""
-        key = (collective.kind, devices)
-        found = self._rings.get(key)
+    def _collective_s(self, inner: TensorCollective, devices: Devices) -> float:
+        """Seconds of some equal collectives, alone on their links."""
+        key = (inner, devices)
+        found = self._collective_seconds.get(key)
         if found is None:
-            one = ring(self.network, collective.kind, devices, 1.0)
-            found = self._rings[key] = (one.latency_s, self.network.alone_s(one) - one.latency_s)
-        latency_s, s_per_byte = found
-        return collective.count * (latency_s + collective.num_bytes * s_per_byte)
+            transfer = collective(self.network, inner.kind, devices, inner.num_bytes, inner.count)
+            found = self._collective_seconds[key] = self.network.alone_s(transfer)
+        return found
 
     def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
         """A byte of an activation, or of its gradient, from one stage to another."""
@@ -315,15 +319,15 @@ class Pricing:
             if len(members) < 2 or parameters == 0:
                 continue
             lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
-            transfer, num_bytes = self._exchange(reduce, lanes), parameters * GRADIENT_BYTES
+            transfer = across_lanes(self.network, reduce, lanes, parameters * GRADIENT_BYTES)
             begin_s = max(max(free.get((p, s), 0.0), ready[p][s]) for p, s in members)
-            end_s = begin_s + self._exchange_s(transfer, num_bytes)
+            end_s = begin_s + self.network.alone_s(transfer)
             first_s, reduced_s = min(first_s, begin_s), max(reduced_s, end_s)
             for link, load in transfer.loads:
-                loads[link] = loads.get(link, 0.0) + load * num_bytes
+                loads[link] = loads.get(link, 0.0) + load
             gather_s = 0.0
             if settings.zero_stage:
-                gather_s = self._exchange_s(self._exchange("all_gather", lanes), parameters * element_bytes)
+                gather_s = self.network.alone_s(across_lanes(self.network, "all_gather", lanes, parameters * element_bytes))
             for member in members:
                 free[member] = end_s
                 gathering[member] = gathering.get(member, 0.0) + gather_s
@@ -350,17 +354,6 @@ class Pricing:
         begins = [(p, 0) for p in range(len(draft))]
         tied = [end for end in ends if end[1]] if model.tied_embeddings else []
         yield embedding_parameters(model), begins + tied
-
-    def _exchange(self, kind: str, lanes: tuple[Devices, ...]) -> Transfer:
-        """The transfer of one byte of a collective over lanes."""
-        key = (kind, lanes)
-        found = self._exchanges.get(key)
-        if found is None:
-            found = self._exchanges[key] = across_lanes(self.network, kind, lanes, 1.0)
-        return found
-
-    def _exchange_s(self, transfer: Transfer, num_bytes: float) -> float:
-        return (self.network.alone_s(transfer) - transfer.latency_s) * num_bytes + transfer.latency_s
 
 
 def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float]) -> float:

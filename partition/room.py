@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from partition.drafts import Draft, Settings, make_plan, stage
 from sim.cost.memory import lane_parts
 from sim.spec.cluster import Cluster
-from sim.spec.compile import in_flight
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
+from sim.spec.schedules import in_flight
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StageBytes:
     selective: ModeBytes
     full: ModeBytes
 
-    def total(self, in_flight: int, layers: int, recomputed: int, selective: int = 0) -> float:
+    def total(self, in_flight: float, layers: int, recomputed: int, selective: int = 0) -> float:
         """Bytes of a stage with so many layers, some of them recomputed in full, and so many micro-batches in flight."""
         kept = working = 0.0
         counts = (layers - recomputed - selective, selective, recomputed)
@@ -48,7 +48,7 @@ class StageBytes:
                 working = max(working, mode.working)
         return self.fixed + layers * self.layer + in_flight * (self.flight + kept) + working
 
-    def fewest_recomputed(self, capacity_bytes: float, layers: int, in_flight: int) -> int | None:
+    def fewest_recomputed(self, capacity_bytes: float, layers: int, in_flight: float) -> int | None:
         """The fewest of the stage's layers that must be recomputed in full for it to fit, or None where it never does."""
         if self.total(in_flight, layers, 0) <= capacity_bytes:
             return 0
@@ -152,7 +152,7 @@ class Room:
         )
         # Under GPipe every micro-batch is in flight at once.
         plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
-        return [parts.total for p, _, _, parts in lane_parts(plan) if p == 0]
+        return [parts.total for p, _, _, parts in lane_parts(plan, self._cluster.stack) if p == 0]
 
 
 def _names() -> Iterator[str]:

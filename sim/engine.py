@@ -12,21 +12,20 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
 from simpy.events import EventPriority
 
-from sim.cost.collectives import across_lanes, between_lanes, ring
 from sim.cost.compute import ComputeCost
 from sim.cost.memory import peak_bytes
-from sim.cost.network import Network, Transfer, together
+from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, max_min_rates, routes
+from sim.cost.traffic import exchange, message, switch_owners, work
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan
-from sim.spec.counts import PRECISION_BYTES, boundary_bytes, embedding_parameters, head_parameters, layer_parameters
 from sim.spec.plan import LayerRange, Plan
 from sim.spec.program import (
     Backward,
@@ -229,11 +228,17 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """What a compute instruction takes: seconds, and the transfer of its collectives, which follows or is folded into them."""
+    """What a compute instruction takes: seconds, and the transfers of its collectives, beside and after it or folded in."""
 
     seconds: float
-    shape: _Shape | None
+    beside: _Shape | None = None
+    after: _Shape | None = None
     folded: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its collectives."""
+        return round(sum(shape.transfer.num_bytes for shape in (self.beside, self.after) if shape is not None))
 
 
 @dataclass
@@ -274,7 +279,7 @@ class _Run:
             GatherParameters: self._collective,
         }
         cost = ComputeCost(plan, cluster)
-        owners = self._switch_owners()
+        owners = switch_owners(plan, program.lanes, cluster)
         self._states = {lane.name: self._prepared(lane, cost, owners, slowdowns) for lane in program.lanes}
         self._exchanges = self._prepared_exchanges()
         for shape, route in zip(
@@ -294,19 +299,6 @@ class _Run:
         self._shapes.append(shape)
         return shape
 
-    def _switch_owners(self) -> set[str]:
-        """The lanes whose devices share one NVLink node that no other lane has devices on."""
-        lanes_on: dict[str, set[str]] = {}
-        for lane in self.program.lanes:
-            for device in lane.devices:
-                lanes_on.setdefault(self.cluster.device(device).node.name, set()).add(lane.name)
-        owners = set()
-        for lane in self.program.lanes:
-            nodes = {node.name: node for node in (self.cluster.device(device).node for device in lane.devices)}
-            if all(node.intra.is_nvlink and len(lanes_on[name]) == 1 for name, node in nodes.items()) and len(nodes) == 1:
-                owners.add(lane.name)
-        return owners
-
     def _prepared(self, lane: Lane, cost: ComputeCost, owners: set[str], slowdowns: Mapping[str, float]) -> _LaneState:
         """The lane's state, with the work and the messages of its instructions found beforehand."""
         slowdown = max(slowdowns.get(device, 1.0) for device in lane.devices)
@@ -321,7 +313,8 @@ class _Run:
             elif isinstance(i, (SendActivation, SendGradient)):
                 message_key = (type(i), i.peer, i.layer, i.sequences)
                 if message_key not in state.messages:
-                    state.messages[message_key] = self._shape(self._message(lane, self.program.by_name[i.peer], i))
+                    receiver = self.program.by_name[i.peer]
+                    state.messages[message_key] = self._shape(message(self.network, self.plan, lane, receiver, i))
         # Lane order settles every dependency but those on instructions that do not block.
         waiting = {OptimizerStep} | ({Forward, Backward, BackwardInput} if lane.split == "all" else set())
         state.waiting_types = frozenset(kinds & waiting)
@@ -329,28 +322,14 @@ class _Run:
 
     def _work(self, lane: Lane, instruction: Compute | OptimizerStep, cost: ComputeCost, folded: bool, slowdown: float) -> _Work:
         """Seconds and collectives of one instruction; on an NVLink switch that the lane has to itself, seconds alone."""
-        seconds = cost.seconds(lane, instruction) * slowdown
-        if isinstance(instruction, OptimizerStep):
-            return _Work(seconds, None)
-        transfer = together(
-            ring(self.network, collective.kind, lane.devices, collective.num_bytes, collective.count)
-            for collective in cost.collectives(lane, instruction)
-        )
-        if not transfer:
-            return _Work(seconds, None)
+        taken = work(self.network, cost, lane, instruction)
+        taken = replace(taken, seconds=taken.seconds * slowdown)
         if folded:
-            shape = _Shape(transfer)
-            self._folded.append(shape)
-            return _Work(seconds + self.network.alone_s(transfer), shape, folded=True)
-        return _Work(seconds, self._shape(transfer))
-
-    def _message(self, sender: Lane, receiver: Lane, instruction: Send) -> Transfer:
-        """The transfer of an activation, or its gradient, between two lanes."""
-        start, stop = instruction.sequences
-        num_bytes = boundary_bytes(
-            self.plan.transformer, stop - start, self.plan.sequence_length, PRECISION_BYTES[self.plan.precision]
-        )
-        return between_lanes(self.network, sender.devices, receiver.devices, num_bytes, self.plan.sequence_parallel)
+            beside, after = (_Shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
+            self._folded += [shape for shape in (beside, after) if shape is not None]
+            return _Work(taken.alone_s(self.network), beside, after, folded=True)
+        beside, after = (self._shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
+        return _Work(taken.seconds, beside, after)
 
     def _prepared_exchanges(self) -> dict[Collective, _Shape]:
         """The transfers of all collectives; those of every micro-batch alike are one shape."""
@@ -359,24 +338,10 @@ class _Run:
         for instruction, members in self.program.members.items():
             form = (type(instruction), instruction.layers, members)
             if form not in by_form:
-                by_form[form] = self._shape(self._exchange(instruction, members))
+                lanes = [self.program.by_name[name] for name in members]
+                by_form[form] = self._shape(exchange(self.network, self.plan, instruction, lanes))
             exchanges[instruction] = by_form[form]
         return exchanges
-
-    def _exchange(self, instruction: Collective, members: tuple[str, ...]) -> Transfer:
-        """The transfer of a gradient reduction or parameter gather over its members."""
-        model = self.plan.transformer
-        start, stop = instruction.layers
-        if start < stop:
-            parameters = (stop - start) * layer_parameters(model)
-        else:
-            parameters = embedding_parameters(model) if start == 0 else head_parameters(model)
-        if isinstance(instruction, ReduceGradients):
-            kind = "all_reduce" if self.plan.zero_stage == 0 else "reduce_scatter"
-            num_bytes = parameters * PRECISION_BYTES[self.plan.gradient_precision]
-        else:
-            kind, num_bytes = "all_gather", parameters * PRECISION_BYTES[self.plan.precision]
-        return across_lanes(self.network, kind, [self.program.by_name[name].devices for name in members], num_bytes)
 
     # --- Execution ---
 
@@ -439,25 +404,36 @@ class _Run:
         self._flows.start(shape.route, arrived, sent)
 
     def _compute(self, state: _LaneState, instruction: Compute | OptimizerStep) -> simpy.Event:
-        """Computes; then, where its tensor-parallel collectives share links with others, waits for their transfer."""
+        """Computes; where its collectives share links with others, some beside it, and then waits for those that follow."""
         env, name = self.env, state.lane.name
-        work = state.work[type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers]
-        start_s = env.now
-        computed = env.timeout(work.seconds)
-        if work.shape is None or work.folded:
-            num_bytes = 0
-            if work.shape is not None:
-                work.shape.uses += 1
-                num_bytes = round(work.shape.transfer.num_bytes)
-            self.spans.append(Span(name, instruction, start_s, start_s + work.seconds, num_bytes))
+        taken = state.work[type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers]
+        start_s, num_bytes = env.now, taken.num_bytes
+        computed = env.timeout(taken.seconds)
+        if taken.folded or (taken.beside is None and taken.after is None):
+            for shape in (taken.beside, taken.after):
+                if shape is not None:
+                    shape.uses += 1
+            self.spans.append(Span(name, instruction, start_s, start_s + taken.seconds, num_bytes))
             return computed
-        shape, finished = work.shape, env.event()
+        finished = env.event()
+        under_way = 1 if taken.beside is None else 2
 
         def end() -> None:
-            self.spans.append(Span(name, instruction, start_s, env.now, round(shape.transfer.num_bytes)))
+            self.spans.append(Span(name, instruction, start_s, env.now, num_bytes))
             finished.succeed()
 
-        computed.callbacks.append(lambda _: self._start(shape, end))
+        def one_ended() -> None:
+            nonlocal under_way
+            under_way -= 1
+            if under_way == 0:
+                if taken.after is None:
+                    end()
+                else:
+                    self._start(taken.after, end)
+
+        computed.callbacks.append(lambda _: one_ended())
+        if taken.beside is not None:
+            self._start(taken.beside, one_ended)
         return finished
 
     def _send(self, state: _LaneState, instruction: Send) -> None:

@@ -134,6 +134,23 @@ def cost(report: Report) -> Cost:
     )
 
 
+def cost_report(cost: Cost, wall_s: float = 0.0) -> Report:
+    """The report of a verdict that is no simulation's: without devices and links; a utilisation or price of 0 is not known."""
+    return Report(
+        iteration_s=cost.iteration_s,
+        tokens_per_s=cost.tokens_per_s,
+        mfu=cost.mfu or None,
+        mfu_used=cost.mfu_used or None,
+        hfu=cost.hfu or None,
+        bubble=cost.bubble,
+        peak_bytes=dict(cost.peak_bytes),
+        infeasible=None,
+        energy_j=cost.energy_j,
+        dollars=cost.dollars or None,
+        wall_s=wall_s,
+    )
+
+
 def report_json(report: Report) -> str:
     """The text of a report's file: its keys in the order of `Report`, one a line, and then one device and one link a line."""
     lines = [

@@ -19,15 +19,10 @@ def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Judge:
 
     def judge(plan: Plan) -> Verdict:
         if plan.job() != job:
-            raise InputError(f"the judge was made for the job {_shown(job)}, but the plan is for {_shown(plan.job())}")
+            raise InputError(f"the judge was made for the job {job.summary}, but the plan is for {plan.job().summary}")
         reason = infeasible(plan, cluster)
         if isinstance(reason, Infeasible):
             return reason
         return cost(report(simulate(plan, cluster, seed=seed, network=network), cluster))
 
     return judge
-
-
-def _shown(job: Job) -> str:
-    """A job on one line."""
-    return f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}, {job.optimizer}"

@@ -1,23 +1,144 @@
 """Collectives and messages between lanes as fluid transfers: which bytes cross which links, and how many latencies.
 
 A collective is never simulated step by step. Its transfer holds, for every link that it crosses, the total bytes of all its
-steps; its latency is that of one step times their number.
+steps; its latency is the start and that of all steps that follow one another. Which algorithm and which protocol a collective
+takes depends on its size, as in NCCL (src/graph/tuning.cc): the one that would be done first with its links to itself.
+
+Algorithms: a ring; a reduction inside each node and trees across; the NVLink switch that reduces by itself. Protocols: that
+of full bandwidth, and that of low latency, which sends a flag with every word of data in place of fences between the steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeAlias
 
-from sim.cost.network import NOTHING, Network, Transfer, scaled, together
+from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
+from sim.spec.cluster import Node
+from sim.spec.gpu import fold
 
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How often a ring collective goes round: each time every link carries (n-1)/n of the tensor in n-1 steps."""
 
+FLAGGED_BYTES = 2.0
+"""Bytes on the wire per byte of data in the protocol of low latency: four of data, then a flag of four (NCCL's LL)."""
+
+SWITCH_STEPS = 12
+"""What the NVLink switch's reduction takes to fill its pipeline, in steps of full bandwidth: 60 to 100 us on H100 and H200."""
+
+Group: TypeAlias = tuple[float, tuple[str, ...]]
+"""A part of the tensor, in fractions of its bytes, and the devices that hold it."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """One algorithm for a collective of one byte: what it puts on links, and what its steps take that follow one another."""
+
+    transfer: Transfer
+    """Its latency is that of the paths of all those steps."""
+    step_s: float
+    """Seconds that the steps take longer in the protocol of full bandwidth."""
+
+
+# --- Any collective ----------------------------------------------------------------------------------------------------
+
+
+def collective(network: Network, kind: str, devices: Sequence[str], num_bytes: float, count: int = 1) -> Transfer:
+    """The transfer of `count` collectives, one after the other, by the algorithm and the protocol that take the least time.
+
+    `kind` is all_reduce, all_gather, reduce_scatter (of a tensor of `num_bytes`: gathered or reduced) or all_to_all (every
+    device has `num_bytes` and keeps 1/n of them).
+    """
+    if len(devices) < 2 or num_bytes <= 0 or count == 0:
+        return NOTHING
+    key = (kind, tuple(devices))
+    options = network.options.get(key)
+    if options is None:
+        options = network.options[key] = _options(network, kind, [(1.0, key[1])])
+    return _cheapest(options, num_bytes, count)
+
+
+def across_lanes(network: Network, kind: str, lanes: Sequence[Sequence[str]], num_bytes: float) -> Transfer:
+    """The transfer of one collective over lanes of any tensor-parallel degrees that hold the same tensor of `num_bytes`.
+
+    Each slice of the common refinement of the degrees is a collective over the one device of each lane that holds it; all go
+    at once, and the slowest latency counts.
+    """
+    if len(lanes) < 2 or num_bytes <= 0:
+        return NOTHING
+    key = (kind, "across lanes", tuple(tuple(lane) for lane in lanes))
+    options = network.options.get(key)
+    if options is None:
+        options = network.options[key] = _options(network, kind, _slices_of(key[2]))
+    return _cheapest(options, num_bytes)
+
+
+def _slices_of(lanes: Sequence[Sequence[str]]) -> list[Group]:
+    """The slices of the common refinement of the lanes' degrees: how much of the tensor, and who holds it."""
+    return [
+        ((stop - start) / of, tuple(lane[start * len(lane) // of] for lane in lanes))
+        for start, stop, of in slices([len(lane) for lane in lanes])
+    ]
+
+
+Options: TypeAlias = tuple[tuple[float, Transfer], ...]
+"""Ways of doing a collective of one byte, with the seconds of that byte alone on its links, latency apart."""
+
+
+def _cheapest(options: Options, num_bytes: float, count: int = 1) -> Transfer:
+    """The transfer of `num_bytes` by the option that takes the least time alone on its links."""
+    if not options:
+        return NOTHING
+    best = min(options, key=lambda option: option[1].latency_s + num_bytes * option[0]) if len(options) > 1 else options[0]
+    return scaled(best[1], num_bytes, count)
+
+
+def _options(network: Network, kind: str, groups: Sequence[Group]) -> Options:
+    """The ways in which groups can do a collective at once. What is never the cheapest, whatever the size, is left out.
+
+    A group that cannot do an algorithm does its ring.
+    """
+    groups = [group for group in groups if len(group[1]) > 1]
+    found: list[tuple[float, Transfer]] = []
+    for algorithm in _ALGORITHMS[kind]:
+        each = [algorithm(network, kind, devices) for _, devices in groups]
+        if all(steps is None for steps in each):
+            continue
+        done = [steps or _ring(network, kind, devices) for steps, (_, devices) in zip(each, groups, strict=True)]
+        for flagged in (False, True) if _has_flags(network, algorithm, groups) else (False,):
+            transfer = at_once([_started(network, steps, share, flagged) for steps, (share, _) in zip(done, groups, strict=True)])
+            found.append((network.busiest_s(transfer), transfer))
+    kept: list[tuple[float, Transfer]] = []
+    for byte_s, transfer in sorted(found, key=lambda option: (option[0], option[1].latency_s)):
+        if not kept or transfer.latency_s < kept[-1][1].latency_s:
+            kept.append((byte_s, transfer))
+    return tuple(kept)
+
+
+def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = False) -> Transfer:
+    """The transfer of an algorithm's steps, with its start, in the protocol of full bandwidth or of low latency (`flagged`)."""
+    latency_s = network.cluster.fabric.start_s + steps.transfer.latency_s + (0.0 if flagged else steps.step_s)
+    return replace(scaled(steps.transfer, num_bytes * (FLAGGED_BYTES if flagged else 1.0)), latency_s=latency_s)
+
+
+def _has_flags(network: Network, algorithm: Algorithm, groups: Sequence[Group]) -> bool:
+    """Whether an algorithm has the protocol of low latency."""
+    return algorithm in (_ring, _trees) and _by_nccl(network, [name for _, devices in groups for name in devices])
+
+
+def _by_nccl(network: Network, devices: Sequence[str]) -> bool:
+    """Whether NCCL does a collective; among CPUs it is gloo, which has rings alone."""
+    return not any(fold(network.cluster.device(name).gpu.name).startswith("cpu") for name in devices)
+
+
+# --- Algorithms --------------------------------------------------------------------------------------------------------
+
 
 def ring(network: Network, kind: str, devices: Sequence[str], num_bytes: float, count: int = 1) -> Transfer:
-    """The transfer of `count` ring collectives, one after the other, of a tensor of `num_bytes` (full: gathered or reduced).
+    """The transfer of `count` ring collectives in the protocol of full bandwidth, whatever the size. See `collective`.
 
     The ring enters and leaves every node once; where the devices of each node use several NICs, as many rings share the
     bytes, each turned so that it crosses by other NICs, as NCCL's channels do.
@@ -25,29 +146,142 @@ def ring(network: Network, kind: str, devices: Sequence[str], num_bytes: float, 
     """
     if len(devices) < 2 or num_bytes <= 0 or count == 0:
         return NOTHING
-    key = (kind, tuple(devices))
+    key = (kind, "ring", tuple(devices))
     unit = network.unit_transfers.get(key)
     if unit is None:
-        rounds, n = RING_STEPS[kind], len(devices)
-        rings = _rings(network, devices)
-        each = rounds * (n - 1) / n / len(rings)
-        moves = [(a, b, each) for order in rings for a, b in pairwise([*order, order[0]])]
-        unit = network.unit_transfers[key] = network.transfer(moves, steps=rounds * (n - 1))
+        found = _ring(network, kind, key[2])
+        unit = network.unit_transfers[key] = _started(network, found, 1.0)
     return scaled(unit, num_bytes, count)
 
 
-def _rings(network: Network, devices: Sequence[str]) -> list[list[str]]:
-    """Orders of the devices; one for each NIC that every node's devices use, and one where they share a node.
+def _ring(network: Network, kind: str, devices: Sequence[str]) -> _Steps:
+    """A byte goes over n-1 of the n hops in each round, at worst over all but the shortest."""
+    rounds, n = RING_STEPS[kind], len(devices)
+    rings = _rings(network, devices)
+    each = rounds * (n - 1) / n / len(rings)
+    hops = [[(a, b) for a, b in pairwise([*order, order[0]])] for order in rings]
+    paths = [[network.path(a, b) for a, b in ring] for ring in hops]
+    latency_s = max(_but_one([path.latency_s for path in ring]) for ring in paths)
+    step_s = max(_but_one([path.step_s for path in ring]) for ring in paths)
+    moved = network.transfer((a, b, each) for ring in hops for a, b in ring)
+    return _Steps(replace(moved, latency_s=rounds * latency_s), rounds * step_s)
 
-    Nodes of one site and rack stand beside each other, and so do the devices of one node and PCIe switch, so that the ring
-    crosses the slow links as seldom as it can.
+
+def _but_one(seconds: Sequence[float]) -> float:
+    """The sum without the smallest."""
+    return math.fsum(seconds) - min(seconds)
+
+
+def _trees(network: Network, kind: str, devices: Sequence[str]) -> _Steps | None:
+    """Reduced around rings inside the nodes, across them along trees. See `_across`."""
+    return _across(network, devices, lambda group: _ring(network, kind, group))
+
+
+def _switch_trees(network: Network, kind: str, devices: Sequence[str]) -> _Steps | None:
+    """Reduced by the NVLink switches inside the nodes, across them along trees. See `_across`."""
+    return _across(network, devices, lambda group: _switch(network, kind, group))
+
+
+def _across(network: Network, devices: Sequence[str], reduced: Callable[[Sequence[str]], _Steps | None]) -> _Steps | None:
+    """Reduced inside each node, across nodes along two binary trees that carry half each, and gathered inside each node.
+
+    Among nodes of several devices every device takes a slice of the tensor across, over its own NIC. A node that is inside
+    one tree is a leaf of the other, so that none moves much more than twice the tensor in either direction.
+    Source: Sanders, Speck & Traeff (2009), Two-tree algorithms for full bandwidth broadcast, reduction and scan; NCCL 2.4.
+    """
+    groups = _by_node(network, devices)
+    if len(groups) < 2 or not _by_nccl(network, devices):
+        return None
+    inside = []
+    for group in groups:
+        steps = reduced(group) if len(group) > 1 else _Steps(NOTHING, 0.0)
+        if steps is None:
+            return None
+        inside.append(steps)
+    moves: list[tuple[str, str, float]] = []
+    for share, holders in _slices_of(groups):
+        for child, parent in _two_trees(len(groups)):
+            moves += [(holders[child], holders[parent], share / 2), (holders[parent], holders[child], share / 2)]
+    across, climbed = network.transfer(moves), 2 * math.ceil(math.log2(len(groups)))
+    latency_s = max(steps.transfer.latency_s for steps in inside) + climbed * across.latency_s
+    step_s = max(steps.step_s for steps in inside) + climbed * network.cluster.fabric.step_s
+    transfer = together([across, *(steps.transfer for steps in inside)])
+    return _Steps(replace(transfer, latency_s=latency_s), step_s)
+
+
+def _two_trees(n: int) -> list[tuple[int, int]]:
+    """The edges (child, parent) of two binary trees over 0 ... n-1, of which what is inside one is a leaf of the other.
+
+    The parent of a number has its lowest bit cleared and the next one set, or just cleared where that is beyond the last;
+    the second tree is the first one mirrored, or turned by one where n is odd.
+    """
+
+    def parent(i: int) -> int:
+        low = i & -i
+        up = (i ^ low) | (low << 1)
+        return up if up < n else i ^ low
+
+    first = [(i, parent(i)) for i in range(1, n)]
+    if n % 2 == 0:
+        return first + [(n - 1 - i, n - 1 - j) for i, j in first]
+    return first + [((i + 1) % n, (j + 1) % n) for i, j in first]
+
+
+def _switch(network: Network, kind: str, devices: Sequence[str]) -> _Steps | None:
+    """The NVLink switch reduces what it reads from all devices, and sends each the sum (NVLink SHARP, NCCL's NVLS).
+
+    Device i of n reads the sum of the i-th of n parts, and has the switch write it to all: n parts leave every device and one
+    reaches it, then the reverse. On Hopper or later, whose sign is fp8, behind an NVSwitch.
+    """
+    nodes = {node.name: node for node in (network.cluster.device(name).node for name in devices)}
+    if len(nodes) > 1 or not all(_has_sharp(node) for node in nodes.values()):
+        return None
+    n, order = len(devices), _rings(network, devices)[0]
+    wire = network.cluster.fabric.efficiency("nvlink") / network.cluster.fabric.efficiency("nvls")
+    one = network.transfer((a, b, (n + 1) / n * wire) for a, b in pairwise([*order, order[0]]))
+    step_s = network.path(order[0], order[1]).step_s
+    return _Steps(replace(one, latency_s=2 * one.latency_s), SWITCH_STEPS * step_s)
+
+
+def _has_sharp(node: Node) -> bool:
+    return node.intra.kind == "nvswitch" and node.gpu.peak("fp8") is not None
+
+
+def _pairs(network: Network, kind: str, devices: Sequence[str]) -> _Steps:
+    """Every device sends each other one its part: all messages at once, of which a device begins one after the other."""
+    n = len(devices)
+    pairs = [(a, b) for a in devices for b in devices if a != b]
+    step_s = max(network.path(a, b).step_s for a, b in pairs)
+    return _Steps(network.transfer((a, b, 1 / n) for a, b in pairs), (n - 1) * step_s)
+
+
+Algorithm: TypeAlias = Callable[[Network, str, Sequence[str]], _Steps | None]
+
+_ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
+    "all_reduce": (_ring, _trees, _switch, _switch_trees),
+    "all_gather": (_ring,),
+    "reduce_scatter": (_ring,),
+    "all_to_all": (_pairs,),
+}
+
+
+def _by_node(network: Network, devices: Sequence[str]) -> list[list[str]]:
+    """The devices of each node, in order.
+
+    Nodes of one site and rack stand beside each other, and so do the devices of one node and PCIe switch, so that a ring or
+    tree over them crosses the slow links as seldom as it can.
     """
     by_node: dict[tuple[str, str, int], list[tuple[int, str]]] = {}
     for name in devices:
         device = network.cluster.device(name)
         place = (device.node.site, device.node.rack or "", network.node_number(device.node.name))
         by_node.setdefault(place, []).append((device.index, name))
-    groups = [[name for _, name in sorted(by_node[place])] for place in sorted(by_node)]
+    return [[name for _, name in sorted(by_node[place])] for place in sorted(by_node)]
+
+
+def _rings(network: Network, devices: Sequence[str]) -> list[list[str]]:
+    """Orders of the devices; one for each NIC that every node's devices use, and one where they share a node."""
+    groups = _by_node(network, devices)
     if len(groups) == 1:
         return groups
     nics = min(len({network.nic_of(name) for name in group}) for group in groups)
@@ -61,28 +295,35 @@ def _rings(network: Network, devices: Sequence[str]) -> list[list[str]]:
     return turned
 
 
+# --- Messages ----------------------------------------------------------------------------------------------------------
+
+
+def ring_exchange(network: Network, devices: Sequence[str], bytes_per_step: float, steps: int) -> Transfer:
+    """The transfer of `steps` exchanges, in each of which every device sends `bytes_per_step` to the next one on a ring.
+
+    So the key and value blocks of context parallelism go round (Liu et al., 2023, Ring Attention: n-1 steps). Each step is a
+    message of its own, and starts when the last one has arrived.
+    """
+    if len(devices) < 2 or bytes_per_step <= 0 or steps == 0:
+        return NOTHING
+    order = [name for group in _by_node(network, devices) for name in group]
+    return scaled(_message(network, [(a, b, bytes_per_step) for a, b in pairwise([*order, order[0]])]), 1.0, steps)
+
+
+def _message(network: Network, moves: Sequence[tuple[str, str, float]]) -> Transfer:
+    """Messages that go at once, in the protocol of full bandwidth."""
+    sent = network.transfer(moves)
+    if not sent:
+        return NOTHING
+    step_s = max(network.path(a, b).step_s for a, b, _ in moves)
+    return replace(sent, latency_s=network.cluster.fabric.start_s + sent.latency_s + step_s)
+
+
 def slices(degrees: Sequence[int]) -> list[tuple[int, int, int]]:
     """The common refinement of a tensor cut into each of these degrees: (start, stop, of), in fractions start/of to stop/of."""
     of = math.lcm(*degrees)
     bounds = sorted({k * of // degree for degree in set(degrees) for k in range(degree + 1)})
     return [(a, b, of) for a, b in pairwise(bounds)]
-
-
-def across_lanes(network: Network, kind: str, lanes: Sequence[Sequence[str]], num_bytes: float) -> Transfer:
-    """The transfer of one collective over lanes of any tensor-parallel degrees that hold the same tensor of `num_bytes`.
-
-    Each slice of the common refinement of the degrees is a ring over the one device of each lane that holds it; all rings go
-    at once, and the slowest latency counts.
-    """
-    key = (kind, tuple(tuple(lane) for lane in lanes))
-    unit = network.unit_transfers.get(key)
-    if unit is None:
-        parts = []
-        for start, stop, of in slices([len(lane) for lane in lanes]):
-            holding = [lane[start * len(lane) // of] for lane in lanes]
-            parts.append(ring(network, kind, holding, (stop - start) / of))
-        unit = network.unit_transfers[key] = _at_once(parts)
-    return scaled(unit, num_bytes) if num_bytes > 0 else NOTHING
 
 
 def between_lanes(
@@ -99,7 +340,7 @@ def between_lanes(
     if sequence_parallel:
         of = math.lcm(len(sender), len(receiver))
         pieces = [(sender[k * len(sender) // of], receiver[k * len(receiver) // of]) for k in range(of)]
-        return network.transfer((a, b, num_bytes / of) for a, b in pieces)
+        return _message(network, [(a, b, num_bytes / of) for a, b in pieces])
     by_node: dict[str, list[str]] = {}
     for name in receiver:
         by_node.setdefault(network.cluster.device(name).node.name, []).append(name)
@@ -110,12 +351,5 @@ def between_lanes(
         pieces_here = math.lcm(len(having), len(group))
         moves += [(having[k % len(having)], group[k % len(group)], num_bytes / pieces_here) for k in range(pieces_here)]
         gathers.append(ring(network, "all_gather", group, num_bytes))
-    sent = network.transfer(moves)
     # The gather of each piece follows on its arrival, so that the two overlap but for their latencies.
-    return together([sent, _at_once(gathers)])
-
-
-def _at_once(transfers: Sequence[Transfer]) -> Transfer:
-    """Several transfers that begin together, as one: bytes summed, and the slowest latency."""
-    joined = together(transfers)
-    return Transfer(joined.loads, max((transfer.latency_s for transfer in transfers), default=0.0), joined.num_bytes)
+    return together([_message(network, moves), at_once(gathers)])

@@ -1,23 +1,34 @@
-"""Seconds of computation of one instruction on one lane, and the tensor-parallel collectives inside it."""
+"""Seconds of computation of one instruction on one lane, and the collectives inside it.
+
+What the software stack (`sim.spec.stack`) adds to the pieces of a model is applied here: its seconds for each forward and
+backward and for each step, its optimizer's traffic, and how much slower it computes while gradients or parameters move.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sim.cost.memory import OPTIMIZER_STATES, Holders, count_holders
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of, slowest
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import PCIE_BYTES_PER_S, Cluster
 from sim.spec.counts import (
     PRECISION_BYTES,
     boundary_bytes,
     embedding_parameters_at,
     head_parameters_at,
+    key_value_bytes,
     layer_parameters_at,
     tied_copy_parameters_at,
 )
 from sim.spec.gpu import GpuKind
-from sim.spec.plan import LayerRange, Plan
+from sim.spec.plan import LayerRange, Plan, tensor_groups
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
+from sim.spec.stack import Stack
+
+HOST_BYTES_PER_S = 120e9
+"""What the processors of a node read and write together in an optimizer step in host memory: CPU-Adam takes 0.22 s for 1
+billion parameters and 2.57 s for 10 billion, at 30 bytes each. Source: Ren et al. (2021), arXiv:2101.06840, table 4."""
 
 
 def optimizer_bytes(precision: str, gradient_precision: str, optimizer: str) -> int:
@@ -37,37 +48,54 @@ def optimizer_bytes(precision: str, gradient_precision: str, optimizer: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class TensorCollective:
-    """`count` collectives, one after another, over the devices of a lane. `num_bytes` is the size of the whole tensor."""
+    """`count` collectives, one after another, over groups of devices, all groups of the lane at once."""
 
     kind: str
-    """all_reduce, all_gather or reduce_scatter."""
+    """all_reduce, all_gather, reduce_scatter, ring or all_to_all."""
     num_bytes: float
+    """The size of the whole tensor; of a ring, what each device passes on in each of its steps, one fewer than devices; of an
+    all_to_all, what each device has, of which it keeps its part."""
     count: int
+    group: str = "tensor"
+    """tensor: the tensor ranks of each context rank; context: the context ranks of each tensor rank; expert: each device with
+    those that hold the other experts."""
 
 
-_Tally = dict[tuple[str, float], int]
+_Tally = dict[tuple[str, float, str], int]
 
 
-def _add(tally: _Tally, kind: str, num_bytes: float, count: int) -> None:
+def _add(tally: _Tally, kind: str, num_bytes: float, count: int, group: str = "tensor") -> None:
     if count:
-        tally[kind, num_bytes] = tally.get((kind, num_bytes), 0) + count
+        tally[kind, num_bytes, group] = tally.get((kind, num_bytes, group), 0) + count
 
 
 # --- The plan's lanes ------------------------------------------------------------------------------------------------
 
 
-class ComputeCost:
-    """The seconds and tensor-parallel collectives of a plan's instructions on a cluster.
+HOST_EXPONENT = 3
+"""How sharply the longer of GPU and host decides: without limit it would be the maximum, at 1 the sum. Of 2, 3, 4 and no limit
+the one that errs least on vTrain's 431 runs (arXiv:2312.12391), half of them held out."""
 
+
+class ComputeCost:
+    """The seconds and the collectives inside a plan's instructions on a cluster.
+
+    `kinds`, by name, and `stack` stand in the place of the cluster's, so that one plan can be evaluated with many constants.
     Answers are kept by lane and layers, so that asking again for another micro-batch is one look-up. The pieces are kept over
     all plans, so that the next plan of the same job finds them.
     """
 
-    def __init__(self, plan: Plan, cluster: Cluster) -> None:
+    def __init__(
+        self, plan: Plan, cluster: Cluster, kinds: Mapping[str, GpuKind] | None = None, stack: Stack | None = None
+    ) -> None:
         self.plan, self.cluster = plan, cluster
+        self.stack = stack if stack is not None else cluster.stack
+        self._given_kinds = kinds or {}
         self._seconds: dict[object, float] = {}
+        self._gaps: dict[object, float] = {}
         self._collectives: dict[object, tuple[TensorCollective, ...]] = {}
         self._pieces: dict[str, tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
+        self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
 
     def seconds(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
@@ -83,7 +111,7 @@ class ComputeCost:
         return seconds
 
     def collectives(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[TensorCollective, ...]:
-        """The tensor-parallel collectives inside one instruction of a lane; none where a single device is the lane.
+        """The collectives inside one instruction of a lane: of its tensor ranks, of its context ranks, of its experts.
 
         Without sequence parallelism a layer sums its two partial results in the forward pass, and the gradients of its two
         inputs in the input half of the backward. With it each sum is a reduce-scatter whose result is gathered for the next
@@ -91,14 +119,17 @@ class ComputeCost:
         al., 2022, arXiv:2205.05198, section 4.2.2). The embedding sums the rows that its ranks found; the head sums the
         gradient of its input, and for the cross-entropy three values a token in fp32: maximum, sum of exponentials, the
         target's logit. Recomputed layers repeat their forward's. A mixture of experts is summed where a dense MLP would be.
+
+        Context ranks attend in a ring (Liu et al., 2023, arXiv:2310.01889): keys and values of each one's part of the sequence
+        go round once, and in the backward once more, with their gradients. Expert parallelism sends every token to its experts
+        and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668); with sequence parallelism each tensor rank sends
+        its part of the tokens.
         """
         key = (lane.name, instruction.__class__, getattr(instruction, "layers", None))
         found = self._collectives.get(key)
         if found is None:
-            if isinstance(instruction, OptimizerStep) or lane.tensor_parallel == 1:
-                found = ()
-            else:
-                found = self._tensor_collectives(lane, instruction)
+            alone = len(lane.devices) == 1 and self.plan.expert_parallel == 1
+            found = () if alone or isinstance(instruction, OptimizerStep) else self._collectives_inside(lane, instruction)
             self._collectives[key] = found
         return found
 
@@ -106,20 +137,36 @@ class ComputeCost:
         """One layer, the embedding and the head for the lane's share of a micro-batch on its devices."""
         found = self._pieces.get(lane.name)
         if found is None:
-            plan, kinds = self.plan, self._kinds(lane)
+            plan, stack, kinds = self.plan, self.stack, self._kinds(lane)
             model, length, precision = plan.transformer, plan.sequence_length, plan.precision
             share = lane.sequences[1] - lane.sequences[0]
-            split = (lane.tensor_parallel, plan.sequence_parallel, precision)
+            split = (lane.tensor_parallel, plan.sequence_parallel, precision, plan.context_parallel)
+            experts, ends = plan.expert_parallel, (lane.tensor_parallel, precision, plan.context_parallel)
             found = self._pieces[lane.name] = (
-                slowest([layer_seconds(kind, model, share, length, *split) for kind in kinds]),
-                slowest([embedding_seconds(kind, model, share, length, precision) for kind in kinds]),
-                slowest([head_seconds(kind, model, share, length, *split) for kind in kinds]),
+                slowest([layer_seconds(kind, stack, model, share, length, *split, experts) for kind in kinds]),
+                slowest([embedding_seconds(kind, stack, model, share, length, *ends) for kind in kinds]),
+                slowest([head_seconds(kind, stack, model, share, length, *split) for kind in kinds]),
             )
+        return found
+
+    def expert_groups(self, stage: int) -> Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]:
+        """With whom each tensor-parallel group that holds a stage, of pipelines of equal cuts, divides the experts.
+
+        They are `expert_parallel` of these groups that follow one another in the plan, context ranks fastest.
+        """
+        found = self._expert_groups.get(stage)
+        if found is None:
+            plan, degree = self.plan, self.plan.expert_parallel
+            replicas = (replica for pipeline in plan.pipelines for replica in pipeline.stages[stage].replicas)
+            groups = [group for replica in replicas for group in tensor_groups(replica.devices, plan.context_parallel)]
+            found = {group: groups[i // degree * degree :][:degree] for i, group in enumerate(groups)}
+            self._expert_groups[stage] = found
         return found
 
     def _kinds(self, lane: Lane) -> tuple[GpuKind, ...]:
         """The kinds of a lane's devices, each once."""
-        return tuple({id(kind): kind for kind in (self.cluster.device(name).gpu for name in lane.devices)}.values())
+        kinds = (self.cluster.device(name).gpu for name in lane.devices)
+        return tuple({id(kind): kind for kind in (self._given_kinds.get(kind.name, kind) for kind in kinds)}.values())
 
     def _inside(self, lane: Lane, layers: LayerRange) -> tuple[int, int, int, bool, bool]:
         """Of a part of a lane: its layers, how many of them recompute in full and how many selectively, and its ends."""
@@ -139,20 +186,64 @@ class ComputeCost:
         return count, full, selective, embedding, head
 
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
-        """Seconds of a forward, backward, or half of a backward."""
+        """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
+        device_s, host_s = self._both_s(lane, instruction)
+        # What comes once for each forward and each backward of a chunk is with the part that has its first layer.
+        once = not isinstance(instruction, BackwardWeight) and instruction.layers[0] == lane.chunk(instruction.layers)[0]
+        seconds = _launched_s(device_s, host_s) + once * self.stack.micro_batch_s
+        fetches = once and lane.embedding and isinstance(instruction, Forward) and instruction.layers[0] == 0
+        if fetches and 0 < self.stack.fetch_nodes <= len(self.cluster.nodes):
+            seconds += self.stack.fetch_s
+        return seconds
+
+    def gap_s(self, lane: Lane, instruction: Compute) -> float:
+        """Of an instruction's seconds of computation, those in which the GPU waits for the host: collectives find place there."""
+        key = (lane.name, instruction.__class__, instruction.layers)
+        gap_s = self._gaps.get(key)
+        if gap_s is None:
+            device_s, host_s = self._both_s(lane, instruction)
+            gap_s = self._gaps[key] = _launched_s(device_s, host_s) - device_s
+        return gap_s
+
+    def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
+        """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""
         if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
             raise TypeError(f"no compute time for {instruction!r}")
         count, full, selective, embedding, head = self._inside(lane, instruction.layers)
-        layer, first, last = self.pieces(lane)
+        pieces, stack = list(zip((count, embedding, head), self.pieces(lane), strict=True)), self.stack
+        layer = pieces[0][1]
+        seconds, kernels = 0.0, 0
         if isinstance(instruction, Forward):
-            return count * layer.forward_s + embedding * first.forward_s + head * last.forward_s
-        seconds = 0.0
+            seconds += sum(times * piece.forward_s for times, piece in pieces)
+            kernels += sum(times * piece.forward_kernels for times, piece in pieces)
         if isinstance(instruction, (Backward, BackwardInput)):
-            seconds += count * layer.backward_input_s + embedding * first.backward_input_s + head * last.backward_input_s
+            seconds += sum(times * piece.backward_input_s for times, piece in pieces)
             seconds += full * layer.forward_s + selective * layer.attention_s
+            kernels += sum(times * piece.backward_input_kernels for times, piece in pieces)
+            kernels += full * layer.forward_kernels + selective * layer.attention_kernels
         if isinstance(instruction, (Backward, BackwardWeight)):
-            seconds += count * layer.backward_weight_s + embedding * first.backward_weight_s + head * last.backward_weight_s
-        return seconds
+            seconds += sum(times * piece.backward_weight_s for times, piece in pieces)
+            kernels += sum(times * piece.backward_weight_kernels for times, piece in pieces)
+        if _beside_exchange(lane, instruction):
+            seconds *= 1 + stack.overlap_slowdown
+        if stack.host_s == stack.tensor_host_s == 0:
+            return seconds, 0.0
+        collectives = self.collectives(lane, instruction)
+        host_s = stack.host_s * (kernels + sum(collective.count for collective in collectives))
+        if len(self.plan.pipelines[lane.pipeline].stages) > 1:
+            tensor = sum(collective.count for collective in collectives if collective.group == "tensor")
+            host_s += stack.tensor_host_s * tensor * lane.tensor_parallel
+        return seconds, host_s
+
+    def attention_s(self, lane: Lane, instruction: Compute) -> float:
+        """Seconds of attention in an instruction, recomputed attention included."""
+        if not isinstance(instruction, (Forward, Backward, BackwardInput)):
+            return 0.0
+        count, full, selective, _, _ = self._inside(lane, instruction.layers)
+        layer = self.pieces(lane)[0]
+        if isinstance(instruction, Forward):
+            return count * layer.attention_s
+        return count * layer.attention_backward_s + (full + selective) * layer.attention_s
 
     def _optimizer_s(self, lane: Lane) -> float:
         """Seconds of the optimizer step over the lane's parameters, or over its shard of them where ZeRO divides the states."""
@@ -160,40 +251,96 @@ class ComputeCost:
         if self._holders is None:
             self._holders = count_holders(plan)
         held, sharded = self._holders, plan.zero_stage >= 1
-        layers = held.shard(lane.layers) if sharded else sum(stop - start for start, stop in lane.layers)
-        parameters = layers * layer_parameters_at(model, degree)
+        if sharded:
+            parameters = held.shard(lane.layers) * layer_parameters_at(model, degree)
+        else:
+            layers = sum(stop - start for start, stop in lane.layers)
+            parameters = layers * layer_parameters_at(model, degree, plan.expert_parallel)
         if lane.embedding:
-            parameters += embedding_parameters_at(model, degree) / (held.embedding if sharded else 1)
+            parameters += embedding_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         if lane.head:
-            parameters += head_parameters_at(model, degree) / (held.head if sharded else 1)
+            parameters += head_parameters_at(model, degree) / (held.head_shards if sharded else 1)
         if lane.head and not lane.embedding:
-            parameters += tied_copy_parameters_at(model, degree) / (held.embedding if sharded else 1)
+            parameters += tied_copy_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
+        if plan.offload_optimizer:
+            return self.stack.step_s + max(self._host_step_s(name, parameters, num_bytes) for name in lane.devices)
         rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
-        return max(rate.memory_s(num_bytes) + rate.kind.efficiency.launch_s for rate in rates)
+        traffic = self.stack.optimizer_traffic * num_bytes
+        return self.stack.step_s + max(rate.memory_s(traffic) + rate.kind.efficiency.launch_s for rate in rates)
 
-    def _tensor_collectives(self, lane: Lane, instruction: Compute) -> tuple[TensorCollective, ...]:
+    def _host_step_s(self, device: str, parameters: float, num_bytes: float) -> float:
+        """Seconds of the step of states in host memory: gradients come down, the processors update, parameters go up.
+
+        The plan's devices on a node share its processors, and those on one PCIe switch its uplink. On NVLink nodes each GPU
+        is taken to have a PCIe link of generation 4 to its host. Nothing overlaps.
+        """
+        plan, node = self.plan, self.cluster.device(device).node
+        beside = [other for other in map(self.cluster.device, plan.devices) if other.node.name == node.name]
+        if node.intra.is_nvlink:
+            rate, sharing = PCIE_BYTES_PER_S["pcie4"], 1
+        else:
+            per_switch = node.intra.gpus_per_switch
+            switch = self.cluster.device(device).index // per_switch
+            rate, sharing = node.intra.bandwidth_bytes_per_s, sum(other.index // per_switch == switch for other in beside)
+        moved = parameters * (PRECISION_BYTES[plan.gradient_precision] + PRECISION_BYTES[plan.precision])
+        # These are rates that a copy between host and GPU reaches; `Links.efficiency` of PCIe is of collectives among GPUs.
+        return moved * sharing / rate + num_bytes * len(beside) / HOST_BYTES_PER_S
+
+    def _collectives_inside(self, lane: Lane, instruction: Compute) -> tuple[TensorCollective, ...]:
         """See `collectives`."""
         if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
             raise TypeError(f"no collectives for {instruction!r}")
         plan, model = self.plan, self.plan.transformer
-        count, full, _, embedding, head = self._inside(lane, instruction.layers)
-        share = lane.sequences[1] - lane.sequences[0]
-        tokens, element_bytes = share * plan.sequence_length, PRECISION_BYTES[plan.precision]
-        inside = boundary_bytes(model, share, plan.sequence_length, element_bytes)
+        count, full, selective, embedding, head = self._inside(lane, instruction.layers)
+        share, degree = lane.sequences[1] - lane.sequences[0], lane.tensor_parallel
+        tokens, element_bytes = share * plan.sequence_length // plan.context_parallel, PRECISION_BYTES[plan.precision]
+        inside = boundary_bytes(model, share, plan.sequence_length, element_bytes) // plan.context_parallel
         at_ends = tokens * model.embedding_width * element_bytes
         forward = isinstance(instruction, Forward)
         inputs = isinstance(instruction, (Backward, BackwardInput))
         weights = isinstance(instruction, (Backward, BackwardWeight))
         passes = (count if forward else 0) + (full + count if inputs else 0)
         tally: _Tally = {}
-        if plan.sequence_parallel:
+        if degree > 1 and plan.sequence_parallel:
             _add(tally, "all_gather", inside, 2 * passes + (2 * count if weights else 0))
             _add(tally, "reduce_scatter", inside, 2 * passes)
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))
             _add(tally, "all_gather", at_ends, (embedding and weights) + (head and forward) + (head and weights))
-        else:
+        elif degree > 1:
             _add(tally, "all_reduce", inside, 2 * passes)
             _add(tally, "all_reduce", at_ends, (embedding and forward) + (head and inputs))
-        _add(tally, "all_reduce", 4 * tokens, 3 if head and forward else 0)
-        return tuple(TensorCollective(kind, num_bytes, n) for (kind, num_bytes), n in tally.items())
+        if degree > 1:
+            _add(tally, "all_reduce", 4 * tokens, 3 if head and forward else 0)
+        if plan.context_parallel > 1:
+            both = key_value_bytes(model, share, plan.sequence_length, degree, element_bytes)
+            rounds = passes + (count + selective if inputs else 0)
+            _add(tally, "ring", both / plan.context_parallel, rounds, "context")
+        if plan.expert_parallel > 1 and model.experts is not None:
+            routed = inside * model.experts.top_k / (degree if plan.sequence_parallel else 1)
+            _add(tally, "all_to_all", routed, 2 * passes, "expert")
+        return tuple(TensorCollective(kind, num_bytes, n, group) for (kind, num_bytes, group), n in tally.items())
+
+
+def _launched_s(device_s: float, host_s: float) -> float:
+    """Seconds of work that keeps a GPU busy for `device_s` and the host that launches it for `host_s`.
+
+    No less than either, and more where they are near: small kernels wait for the host while it is still late, large ones make it
+    wait, and a stream that has run dry loses what the host was ahead.
+    """
+    if host_s == 0:
+        return device_s
+    # Written so that rounding never makes it less than the longer of the two.
+    longer_s, shorter_s = max(device_s, host_s), min(device_s, host_s)
+    return float(longer_s * (1 + (shorter_s / longer_s) ** HOST_EXPONENT) ** (1 / HOST_EXPONENT))
+
+
+def _beside_exchange(lane: Lane, instruction: Compute) -> bool:
+    """Whether gradients or parameters are on their way beside an instruction.
+
+    Under ZeRO 2 and 3 always, else from the second part on of a backward that is divided into buckets.
+    """
+    if lane.split in ("backward", "all"):
+        return True
+    whole = lane.chunk(instruction.layers)
+    return lane.split == "last" and not isinstance(instruction, Forward) and instruction.layers[1] < whole[1]

@@ -49,7 +49,7 @@ def _heads(plan: Plan) -> Infeasible | None:
     """The first lane whose tensor-parallel degree does not divide the heads."""
     model = plan.transformer
     for p, s, _, replica in plan.replicas():
-        degree = replica.tensor_parallel // plan.context_parallel
+        degree = len(replica.devices) // plan.context_parallel
         where = f"(pipeline {p}, stage {s})"
         if model.heads % degree:
             message = (
@@ -68,12 +68,20 @@ def _heads(plan: Plan) -> Infeasible | None:
 
 def _batch(plan: Plan) -> Infeasible | None:
     """The first lane whose sequences cannot be divided as the plan says."""
+    ranks = plan.context_parallel
     for p, s, _, replica in plan.replicas():
-        degree = replica.tensor_parallel // plan.context_parallel
-        if plan.sequence_parallel and plan.sequence_length % degree:
+        degree = len(replica.devices) // ranks
+        # Under a causal mask, each context rank takes two stretches of a sequence, so that all attend to as many keys.
+        if ranks > 1 and plan.sequence_length % (2 * ranks):
+            message = (
+                "context_parallel gives each rank two equal stretches of every sequence, but it has "
+                f"{plan.sequence_length} tokens and there are {ranks} ranks (pipeline {p}, stage {s})"
+            )
+            return Infeasible(replica.devices[0], "batch", None, None, message)
+        if plan.sequence_parallel and plan.sequence_length // ranks % degree:
             message = (
                 "sequence_parallel divides every sequence evenly over the tensor-parallel group, but it has "
-                f"{plan.sequence_length} tokens and the group {degree} devices (pipeline {p}, stage {s})"
+                f"{plan.sequence_length // ranks} tokens and the group {degree} devices (pipeline {p}, stage {s})"
             )
             return Infeasible(replica.devices[0], "batch", None, None, message)
     return None
@@ -82,7 +90,7 @@ def _batch(plan: Plan) -> Infeasible | None:
 def _memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The device that lacks the most memory."""
     worst: tuple[int, str, int, MemoryParts] | None = None
-    for p, s, r, parts in lane_parts(plan):
+    for p, s, r, parts in lane_parts(plan, cluster.stack):
         need_bytes = parts.total
         for name in plan.pipelines[p].stages[s].replicas[r].devices:
             have_bytes = cluster.device(name).gpu.memory_bytes

@@ -2,7 +2,8 @@
 
 All bytes are those of the fullest tensor-parallel rank of a lane. Nothing is averaged: parts that peak at different moments
 are added as if they met, which they nearly do at the first backward after the warm-up. What is counted is what a framework
-with fused kernels holds that sums gradients in place. Against the memory allocated in runs of Megatron-LM, that is without
+with fused kernels holds that sums gradients in place; what another holds besides its software stack says (`sim.spec.stack`).
+Against the memory allocated in runs of Megatron-LM, that is without
 context and reserve: within 5.1 % (median 1.3 %) of eleven runs of SimuMax on B200, and within 2.4 % of three of four runs of
 the vocabulary-parallelism study (23 % too low for a vocabulary of 262,144). Of 141 runs by Aleph Alpha on A100, which went
 well, one is said not to fit (with gradients in bf16), and of 281 that ran out of memory, many without fused kernels, 183.
@@ -15,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sim.spec.cluster import Cluster
-from sim.spec.compile import BUCKET_PARAMETERS, in_flight
+from sim.spec.compile import BUCKET_PARAMETERS
 from sim.spec.counts import (
     PRECISION_BYTES,
     boundary_bytes,
     embedding_parameters_at,
     head_activation_bytes,
     head_parameters_at,
+    key_value_bytes,
     layer_activation_bytes,
     layer_parameters,
     layer_parameters_at,
@@ -33,17 +35,14 @@ from sim.spec.counts import (
     tied_copy_parameters_at,
 )
 from sim.spec.plan import LayerRange, Plan
+from sim.spec.schedules import check_ranges, in_flight
+from sim.spec.stack import Stack, stack
 from sim.spec.transformer import Transformer
-
-CONTEXT_BYTES = 900 * 2**20
-"""The CUDA context with its loaded kernels: 0.9 GiB on an A100 with PyTorch 1.13 (ml-engineering, training/performance)."""
-
-WORKSPACE_BYTES = 100 * 2**20
-"""Workspaces of the matmul and attention libraries. An assumption: cuBLAS alone takes 32 MiB on Hopper, less before it."""
 
 COMMUNICATOR_BYTES = 300 * 2**20
 """Buffers of one communicator. An assumption: 16 channels, each with a 4 MiB buffer to and from two neighbours, and the
-smaller buffers of the other protocols. A device has one for each of: tensor-parallel group, pipeline, gradients."""
+smaller buffers of the other protocols. A device has one for each of: tensor-parallel group, context-parallel group, experts'
+group, pipeline, gradients."""
 
 FRAGMENTATION_FRACTION = 0.04
 """What the allocator reserves beyond what is allocated at the peak, as a fraction of that: 2.8 to 9.3 %, and 2.8 to 6.5 %
@@ -64,7 +63,7 @@ class MemoryParts:
     """In the training precision; under ZeRO 3 the shard and what is gathered."""
     gradients: int
     optimizer: int
-    """Moments, and the fp32 copy of the parameters where these are in less."""
+    """Moments, and the fp32 copy of the parameters where these are in less; nothing where they are in the host's memory."""
     activations: int
     """Kept between forward and backward, of all micro-batches in flight."""
     working: int
@@ -72,11 +71,12 @@ class MemoryParts:
     logits: int
     """What the head keeps, of all micro-batches in flight, and the gradient of one micro-batch's logits."""
     buffers: int
-    """Two for each activation and gradient that comes from or goes to a neighbouring stage."""
+    """Two for each activation and gradient that comes from or goes to a neighbouring stage, and two for the keys and values,
+    and for their gradients, that come from another context rank."""
     reserve: int
     """What the allocator loses to fragmentation."""
     context: int
-    """CUDA context, library workspaces, communicators."""
+    """CUDA context and library workspaces (the stack's), communicators."""
 
     @property
     def total(self) -> int:
@@ -89,16 +89,31 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class Holders:
-    """How many lanes hold each layer, the embedding (where it is tied, with its copies at the head) and the head."""
+    """How many tensor-parallel groups hold each layer, the embedding (where it is tied, with its copies at the head) and the
+    head; each context rank of a lane is such a group. `shard_group` is how many of them ZeRO divides at most."""
 
     layers: tuple[int, ...]
     embedding: int
     head: int
+    shard_group: int | None = None
+
+    @property
+    def embedding_shards(self) -> int:
+        """Over how many the state of the embedding is divided."""
+        return self._shards(self.embedding)
+
+    @property
+    def head_shards(self) -> int:
+        """Over how many the state of the head is divided."""
+        return self._shards(self.head)
+
+    def _shards(self, count: int) -> int:
+        return count if self.shard_group is None else min(count, self.shard_group)
 
     @cached_property
     def _shares(self) -> tuple[float, ...]:
-        """[i] is the sum of 1 / holders over the layers before i."""
-        return tuple(accumulate((1 / count for count in self.layers), initial=0.0))
+        """[i] is the sum of the shares that one holder keeps of each of the layers before i."""
+        return tuple(accumulate((1 / self._shards(count) for count in self.layers), initial=0.0))
 
     def shard(self, ranges: tuple[LayerRange, ...]) -> float:
         """The layers that a lane with these ranges keeps the state of, where that of each is divided over its holders."""
@@ -107,19 +122,20 @@ class Holders:
 
 
 def count_holders(plan: Plan) -> Holders:
-    """How many lanes hold what."""
+    """How many tensor-parallel groups hold what."""
     change = [0] * (plan.transformer.layers + 1)
     first = last = copies = 0
     for pipeline in plan.pipelines:
-        order = pipeline.visiting_order
-        begin, end = (len(pipeline.stages[s].replicas) for s in (order[0], order[-1]))
-        first, last, copies = first + begin, last + end, copies + (end if len(order) > 1 else 0)
+        ends = pipeline.chunks[0][0], pipeline.chunks[-1][0]
+        begin, end = (len(pipeline.stages[s].replicas) for s in ends)
+        first, last, copies = first + begin, last + end, copies + (end if ends[0] != ends[1] else 0)
         for stage in pipeline.stages:
             for start, stop in stage.layers:
                 change[start] += len(stage.replicas)
                 change[stop] -= len(stage.replicas)
-    tied = plan.transformer.tied_embeddings
-    return Holders(tuple(accumulate(change[:-1])), first + (copies if tied else 0), last)
+    tied, ranks = plan.transformer.tied_embeddings, plan.context_parallel
+    layers = tuple(count * ranks for count in accumulate(change[:-1]))
+    return Holders(layers, (first + (copies if tied else 0)) * ranks, last * ranks, plan.shard_group)
 
 
 # --- Parts -----------------------------------------------------------------------------------------------------------
@@ -136,6 +152,9 @@ class _Rules:
     state_bytes: int
     sequence_parallel: bool
     zero_stage: int
+    context_parallel: int
+    expert_parallel: int
+    stack: Stack
 
     @cached_property
     def known(self) -> dict[_Shape, MemoryParts]:
@@ -148,7 +167,10 @@ class _Shape(NamedTuple):
 
     tensor_parallel: int
     sequences: int
-    in_flight: int
+    in_flight: float
+    """Of micro-batches, in activations of all its layers; then of the embedding and of the head."""
+    embedding_in_flight: float
+    head_in_flight: float
     none: int
     selective: int
     full: int
@@ -156,8 +178,8 @@ class _Shape(NamedTuple):
     head: bool
     boundaries: int
     shard: float
-    embedding_holders: int
-    head_holders: int
+    embedding_shards: int
+    head_shards: int
     communicators: int
 
 
@@ -168,18 +190,35 @@ def _rules(
     precision: str,
     gradient_precision: str,
     optimizer: str,
+    offload_optimizer: bool,
     sequence_parallel: bool,
     zero_stage: int,
+    context_parallel: int,
+    expert_parallel: int,
+    software: Stack,
 ) -> _Rules:
     element_bytes = PRECISION_BYTES[precision]
-    state_bytes = 4 * OPTIMIZER_STATES[optimizer] + (4 if element_bytes < 4 else 0)
+    state_bytes = 0 if offload_optimizer else 4 * OPTIMIZER_STATES[optimizer] + (4 if element_bytes < 4 else 0)
     gradient_bytes = PRECISION_BYTES[gradient_precision]
-    return _Rules(transformer, sequence_length, element_bytes, gradient_bytes, state_bytes, sequence_parallel, zero_stage)
+    if software.gradient_copy and gradient_bytes != element_bytes:
+        gradient_bytes += element_bytes
+    return _Rules(
+        transformer,
+        sequence_length,
+        element_bytes,
+        gradient_bytes,
+        state_bytes,
+        sequence_parallel,
+        zero_stage,
+        context_parallel,
+        expert_parallel,
+        software,
+    )
 
 
-def memory_parts(plan: Plan, pipeline: int, stage: int, replica: int = 0) -> MemoryParts:
+def memory_parts(plan: Plan, pipeline: int, stage: int, replica: int = 0, software: Stack | None = None) -> MemoryParts:
     """The parts on each device of one lane, given by its indices in the plan. Raises IndexError where there is none."""
-    for p, s, r, parts in lane_parts(plan):
+    for p, s, r, parts in lane_parts(plan, software):
         if (p, s, r) == (pipeline, stage, replica):
             return parts
     raise IndexError(f"the plan has no lane with pipeline {pipeline}, stage {stage}, replica {replica}")
@@ -191,50 +230,69 @@ def peak_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
     See `memory_parts` for what they are made of.
     """
     peaks: dict[str, int] = {}
-    for p, s, r, parts in lane_parts(plan):
+    for p, s, r, parts in lane_parts(plan, cluster.stack):
         peaks.update(dict.fromkeys(plan.pipelines[p].stages[s].replicas[r].devices, parts.total))
     return peaks
 
 
-def lane_parts(plan: Plan) -> Iterator[tuple[int, int, int, MemoryParts]]:
-    """The parts of every lane, with the indices of its pipeline, stage and replica."""
+def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int, int, int, MemoryParts]]:
+    """The parts of every lane, with the indices of its pipeline, stage and replica; without a software stack, of Motley's own.
+
+    Raises InputError where a pipeline's layer ranges are not laid as the schedule takes them.
+    """
     rules = _rules(
         plan.transformer,
         plan.sequence_length,
         plan.precision,
         plan.gradient_precision,
         plan.optimizer,
+        plan.offload_optimizer,
         plan.sequence_parallel,
         plan.zero_stage,
+        plan.context_parallel,
+        plan.expert_parallel,
+        software or stack("motley"),
     )
     known, held = rules.known, count_holders(plan)
     for p, pipeline in enumerate(plan.pipelines):
+        check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
         depth = len(pipeline.stages)
         place = {s: position for position, s in enumerate(pipeline.visiting_order)}
-        for s, stage in enumerate(pipeline.stages):
+        crossings = [(a, b) for (a, _), (b, _) in pairwise(pipeline.chunks) if a != b]
+        for s, part in enumerate(pipeline.stages):
             position = place[s]
-            modes = stage.recomputed()
-            shared = max((held.layers[start] for start, stop in stage.layers if start < stop), default=0)
-            embedding, head = position == 0, position == depth - 1
+            modes = part.recomputed()
+            chunks = tuple(stop - start for start, stop in sorted(part.layers))
+            shared = max((held.layers[start] for start, stop in part.layers if start < stop), default=0)
+            only_first = (1, *(0,) * (len(chunks) - 1))
+            flying, first_flying, last_flying = (
+                in_flight(plan.schedule, depth, position, pipeline.micro_batches, weights)
+                for weights in (chunks, only_first, only_first[::-1])
+            )
+            embedding, head = s == pipeline.chunks[0][0], s == pipeline.chunks[-1][0]
             if embedding or (head and plan.transformer.tied_embeddings):
                 shared = max(shared, held.embedding)
             if head:
                 shared = max(shared, held.head)
-            for r, replica in enumerate(stage.replicas):
+            for r, replica in enumerate(part.replicas):
+                degree = len(replica.devices) // plan.context_parallel
+                groups = (degree, plan.context_parallel, plan.expert_parallel, depth, shared)
                 shape = _Shape(
-                    replica.tensor_parallel,
+                    degree,
                     replica.sequences,
-                    in_flight(plan.schedule, depth, position, pipeline.micro_batches),
+                    flying,
+                    first_flying if embedding else 0,
+                    last_flying if head else 0,
                     modes["none"],
                     modes["selective"],
                     modes["full"],
                     embedding,
                     head,
-                    (not embedding) + (not head),
-                    held.shard(stage.layers),
-                    held.embedding,
-                    held.head,
-                    (replica.tensor_parallel > 1) + (depth > 1) + (shared > 1),
+                    sum(s in ends for ends in crossings),
+                    held.shard(part.layers),
+                    held.embedding_shards,
+                    held.head_shards,
+                    sum(members > 1 for members in groups),
                 )
                 parts = known.get(shape)
                 if parts is None:
@@ -245,60 +303,64 @@ def lane_parts(plan: Plan) -> Iterator[tuple[int, int, int, MemoryParts]]:
 def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
     """The parts of a lane.
 
-    ZeRO 1 divides the optimizer's states over the lanes that hold a layer, 2 the gradients too, 3 the parameters too. Of what
-    is divided, two of the largest buckets are whole besides: of gradients the one that is made and the one that is scattered,
-    of parameters the one at work and the one that is gathered. Embedding and head, which are used at every micro-batch by one
+    ZeRO 1 divides the optimizer's states over the groups that hold a layer, 2 the gradients too, 3 the parameters too; the
+    experts' over as many fewer groups as they are divided over themselves, so that their share is the same. Of what is
+    divided, two of the largest buckets are whole besides: of gradients the one that is made and the one that is scattered, of
+    parameters the one at work and the one that is gathered. Embedding and head, which are used at every micro-batch by one
     stage alone, stay whole but for their states.
     """
     model, degree = rules.transformer, shape.tensor_parallel
     layers = shape.none + shape.selective + shape.full
-    per_layer = layer_parameters_at(model, degree)
-    ends = (embedding_parameters_at(model, degree), shape.embedding_holders) if shape.embedding else (0, 1)
-    heads = (head_parameters_at(model, degree), shape.head_holders) if shape.head else (0, 1)
-    copies = (tied_copy_parameters_at(model, degree), shape.embedding_holders) if shape.head and not shape.embedding else (0, 1)
+    software, ranks = rules.stack, rules.context_parallel
+    per_layer = layer_parameters_at(model, degree, rules.expert_parallel)
+    layer_shards = shape.shard * layer_parameters_at(model, degree)
+    ends = (embedding_parameters_at(model, degree), shape.embedding_shards) if shape.embedding else (0, 1)
+    heads = (head_parameters_at(model, degree), shape.head_shards) if shape.head else (0, 1)
+    copies = (tied_copy_parameters_at(model, degree), shape.embedding_shards) if shape.head and not shape.embedding else (0, 1)
     end_parameters = sum(count for count, _ in (ends, heads, copies))
     whole = layers * per_layer + end_parameters
-    sharded = shape.shard * per_layer + sum(count / holders for count, holders in (ends, heads, copies))
+    sharded = layer_shards + sum(count / shards for count, shards in (ends, heads, copies))
     bucket_layers = -(-BUCKET_PARAMETERS // layer_parameters(model))
-    divided_layers = min(whole, end_parameters + (shape.shard + 2 * bucket_layers) * per_layer)
+    divided_layers = min(whole, end_parameters + layer_shards + 2 * bucket_layers * per_layer)
+    kept_as = (shape.sequences, rules.sequence_length, degree, rules.sequence_parallel)
 
     def kept(mode: str) -> int:
-        return layer_activation_bytes(
-            model, shape.sequences, rules.sequence_length, degree, rules.sequence_parallel, mode, rules.element_bytes
-        )
+        whole_bytes = layer_activation_bytes(model, *kept_as, mode, rules.element_bytes, software.flash_attention)
+        return round(software.activation_scale * whole_bytes / ranks)
 
     def recomputed(mode: str) -> int:
-        return layer_recompute_peak_bytes(
-            model, shape.sequences, rules.sequence_length, degree, rules.sequence_parallel, mode, rules.element_bytes
-        )
+        whole_bytes = layer_recompute_peak_bytes(model, *kept_as, mode, rules.element_bytes, software.flash_attention)
+        return round(software.activation_scale * whole_bytes / ranks)
 
     counts = {"none": shape.none, "selective": shape.selective, "full": shape.full}
     activations = sum(count * kept(mode) for mode, count in counts.items() if count)
     working = max((kept("none") + recomputed(mode) for mode, count in counts.items() if count), default=0)
-    tokens = shape.sequences * rules.sequence_length
+    tokens = shape.sequences * rules.sequence_length // ranks
     divided = degree if rules.sequence_parallel else 1
+    activations = round(shape.in_flight * activations)
     if shape.embedding and model.projected_embeddings:  # the input of the projection
-        activations += tokens * model.embedding_width * rules.element_bytes // divided
+        activations += round(shape.embedding_in_flight * (tokens * model.embedding_width * rules.element_bytes // divided))
     logits = logits_gradient = 0
     if shape.head:
         logits_gradient = tokens * -(-model.padded_vocab // degree) * 4  # in fp32, as the softmax it is made from
-        logits = head_activation_bytes(
-            model, shape.sequences, rules.sequence_length, degree, rules.sequence_parallel, rules.element_bytes
-        )
-    boundary = boundary_bytes(model, shape.sequences, rules.sequence_length, rules.element_bytes) // divided
+        logits = head_activation_bytes(model, *kept_as, rules.element_bytes) // ranks
+    boundary = boundary_bytes(model, shape.sequences, rules.sequence_length, rules.element_bytes) // (divided * ranks)
+    attended = 0
+    if ranks > 1:
+        attended = key_value_bytes(model, shape.sequences, rules.sequence_length, degree, rules.element_bytes) // ranks
     allocated = MemoryParts(
         parameters=round((divided_layers if rules.zero_stage >= 3 else whole) * rules.element_bytes),
         gradients=round((divided_layers if rules.zero_stage >= 2 else whole) * rules.gradient_bytes),
         optimizer=round((sharded if rules.zero_stage >= 1 else whole) * rules.state_bytes),
-        activations=shape.in_flight * activations,
+        activations=activations,
         working=working,
-        logits=shape.in_flight * logits + logits_gradient,
-        buffers=shape.boundaries * 2 * 2 * boundary,
+        logits=round(software.logits_scale * (shape.head_in_flight * logits + logits_gradient)),
+        buffers=shape.boundaries * 2 * 2 * boundary + 2 * 2 * attended,
         reserve=0,
         context=0,
     )
     return replace(
         allocated,
         reserve=round(FRAGMENTATION_FRACTION * allocated.total),
-        context=CONTEXT_BYTES + WORKSPACE_BYTES + shape.communicators * COMMUNICATOR_BYTES,
+        context=round(software.context_bytes) + shape.communicators * COMMUNICATOR_BYTES,
     )

@@ -8,8 +8,8 @@ oversubscribed, wide-area links between sites, and the receiver's NIC. A measure
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import networkx
@@ -27,10 +27,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Path:
-    """The links from one device to another, with the bytes that each byte sent puts on them, and the one-way latency."""
+    """The links from one device to another, with the bytes that each byte sent puts on them, and the one-way latency.
+
+    `step_s` is what a step over it takes longer in a collective's protocol of full bandwidth.
+    """
 
     links: tuple[tuple[int, float], ...]
     latency_s: float
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,10 @@ class Network:
         self._by_name: dict[str, int] = {}
         self._paths: dict[tuple[str, str], Path] = {}
         self.unit_transfers: dict[Hashable, Transfer] = {}
-        """Collectives of one byte, kept for the next use of the same devices (`sim.cost.collectives`)."""
+        """Transfers of one byte that grow in proportion, kept for the next use of the same devices."""
+        self.options: dict[Hashable, tuple[tuple[float, Transfer], ...]] = {}
+        """The ways of doing a collective, kept for its next use (`sim.cost.collectives`): of one byte, with its seconds alone on
+        its links without the latency."""
         self._matrix: Mapping[tuple[str, str], float] = {}
         if (matrix := cluster.bandwidth_matrix) is not None:
             self._matrix = {
@@ -99,16 +106,17 @@ class Network:
 
     def _find(self, sender: Device, receiver: Device) -> Path:
         if sender.name == receiver.name:
-            return Path((), 0.0)
+            return Path((), 0.0, 0.0)
         if sender.node.name == receiver.node.name:
             links = [(link, 1.0) for link in self._inside(sender, receiver)]
-            latency_s = sender.node.intra.latency_s
+            latency_s, step_s = sender.node.intra.latency_s, sender.node.intra.step_s
         else:
             links, latency_s = self._across(sender, receiver)
+            step_s = self.cluster.fabric.step_s
         for pair in ((sender.node.name, receiver.node.name), (sender.name, receiver.name)):
             if pair in self._matrix:
                 links.append((self._link(f"{pair[0]}=>{pair[1]}", self._matrix[pair]), 1.0))
-        return Path(tuple(links), latency_s)
+        return Path(tuple(links), latency_s, step_s)
 
     # --- Inside a node ---
 
@@ -187,8 +195,8 @@ class Network:
 
     # --- Transfers ---
 
-    def transfer(self, moves: Iterable[tuple[str, str, float]], steps: int = 1) -> Transfer:
-        """The fluid transfer of several moves (sender, receiver, bytes) at once, whose slowest latency is paid `steps` times."""
+    def transfer(self, moves: Iterable[tuple[str, str, float]]) -> Transfer:
+        """The fluid transfer of several moves (sender, receiver, bytes) at once, with the latency of the slowest path."""
         loads: dict[int, float] = {}
         latency_s, total = 0.0, 0.0
         for sender, receiver, num_bytes in moves:
@@ -199,13 +207,16 @@ class Network:
             latency_s = max(latency_s, path.latency_s)
             for link, weight in path.links:
                 loads[link] = loads.get(link, 0.0) + num_bytes * weight
-        return Transfer(tuple(sorted(loads.items())), latency_s * steps, total) if loads else NOTHING
+        return Transfer(tuple(sorted(loads.items())), latency_s, total) if loads else NOTHING
 
     def alone_s(self, transfer: Transfer) -> float:
         """Seconds of a transfer that shares its links with no other."""
+        return self.busiest_s(transfer) + transfer.latency_s
+
+    def busiest_s(self, transfer: Transfer) -> float:
+        """Seconds that the bytes of a transfer take on the link where they take longest."""
         links = self.links
-        busiest = max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads), default=0.0)
-        return busiest + transfer.latency_s
+        return max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads), default=0.0)
 
     def node_number(self, name: str) -> int:
         """The place of a node in the cluster file."""
@@ -219,14 +230,25 @@ class Network:
 
 def together(transfers: Iterable[Transfer]) -> Transfer:
     """Several transfers one after the other, as one: bytes and latencies summed."""
+    some = [transfer for transfer in transfers if transfer]
+    if len(some) < 2:
+        return some[0] if some else NOTHING
     loads: dict[int, float] = {}
     latency_s, total = 0.0, 0.0
-    for transfer in transfers:
+    for transfer in some:
         latency_s += transfer.latency_s
         total += transfer.num_bytes
         for link, num_bytes in transfer.loads:
             loads[link] = loads.get(link, 0.0) + num_bytes
     return Transfer(tuple(sorted(loads.items())), latency_s, total)
+
+
+def at_once(transfers: Sequence[Transfer]) -> Transfer:
+    """Several transfers that begin together, as one: bytes summed, and the slowest latency."""
+    if len(transfers) == 1:
+        return transfers[0]
+    joined = together(transfers)
+    return replace(joined, latency_s=max((transfer.latency_s for transfer in transfers), default=0.0))
 
 
 def scaled(transfer: Transfer, num_bytes: float, count: int = 1) -> Transfer:

@@ -2,16 +2,28 @@
 
 The seconds of a piece on one rank of a tensor-parallel group are a sum over its kernels:
 
-    matmul       (FLOP / peak + matmul_half_s) / matmul_fraction
-    attention    FLOP / (peak x attention_fraction), or its bytes / (bandwidth x memory_fraction) where these take longer
+    matmul       (FLOP / peak + matmul_half_s) / matmul_fraction + matmul_traffic x bytes / bandwidth
+    attention    FLOP / (peak x attention_fraction), or its bytes / (bandwidth x memory_fraction) where these take longer; and
+                 the FLOP of attention_rows query rows at the same rate, however few rows there are
     the rest     bytes / (bandwidth x memory_fraction)
     each kernel  launch_s besides
 
-The backward pass has two matmuls for each of the forward pass, the gradient of the input and that of the weights; moves twice
-the bytes; launches twice the kernels; and flash attention takes 2.5 times its forward FLOP, since it recomputes the scores
-(Dao, 2023, arXiv:2307.08691, section 4.1). The input half has the attention, the rest and one of each two matmuls, the weight
-half the other. Left out: the sum of weight gradients over micro-batches (part of the matmul, where it is fused), the
-gradients' norm, the quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence parallelism.
+and the weight half of the backward moves gradient_bytes per parameter besides, to sum the gradients. The bytes of a matmul are
+those of its operands and its result, each once; matmul_traffic is the part of their seconds that does not hide behind the FLOP.
+In fp32 the fraction is fp32_fraction. Flash attention executes, for each query, the keys that the causal mask leaves and
+attention_keys more; without it the scores of all keys are two matmuls more, and pass through memory as
+`sim.spec.counts.attention_memory_bytes` counts.
+
+The backward pass has two matmuls for each of the forward pass, the gradient of the input and that of the weights: the same
+three matrices in other roles, so as many FLOP and bytes. Its flash attention takes FLASH_BACKWARD times as long, that without
+flash twice the matmuls; the rest moves BACKWARD_TRAFFIC times the bytes in twice the kernels. The input half has the attention,
+the rest and one of each two matmuls, the weight half the other. With context parallelism a rank has an equal part of every
+sequence's tokens, cut so that the causal mask leaves all ranks equally many FLOP.
+
+The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
+memory traffic.
+Left out: the gradients' norm, the
+quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -25,29 +37,50 @@ from sim.spec.counts import (
     Matmul,
     attention_memory_bytes,
     embedding_matmuls,
+    embedding_parameters_at,
     head_matmuls,
+    head_parameters_at,
     layer_forward_flop,
     layer_kernels,
     layer_matmuls,
     layer_memory_bytes,
+    layer_parameters_at,
+    tied_copy_parameters_at,
 )
 from sim.spec.gpu import GpuKind
 from sim.spec.reading import InputError
+from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer
 
-FLASH_BACKWARD = 2.5
-"""FLOP of flash attention's backward pass per FLOP of its forward pass: five matmuls for two."""
+FLASH_BACKWARD = 3.0
+"""Seconds of flash attention's backward pass per second of its forward pass: five matmuls for two, at 0.83 of the rate.
+
+Source: Dao (2023), arXiv:2307.08691, section 4.1; the 24 pairs of forward and backward on A100 that SimuMax measured."""
+
+BACKWARD_TRAFFIC = 1.5
+"""Bytes that the backward pass of memory-bound kernels moves per byte of their forward pass: a norm, a softmax and an activation
+read the gradient besides (3 for 2, 3 for 2, 5 for 3 in swiglu), a residual addition and a rotary position move as many."""
+
+FEWER_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Precisions of the layers' matmuls only: attention, embedding and head are in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSeconds:
-    """Seconds of one layer, embedding or head for one share of a micro-batch, without communication."""
+    """Seconds of a GPU for one layer, embedding or head and one share of a micro-batch, without communication."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     attention_s: float = 0.0
     """The part of the forward pass that selective recompute repeats."""
+    attention_backward_s: float = 0.0
+    """The part of the backward pass's input half that is attention's."""
+    forward_kernels: int = 0
+    backward_input_kernels: int = 0
+    backward_weight_kernels: int = 0
+    attention_kernels: int = 0
+    """How many kernels the host launches in each."""
 
     @property
     def backward_s(self) -> float:
@@ -62,18 +95,116 @@ def slowest(pieces: Sequence[PieceSeconds]) -> PieceSeconds:
     return PieceSeconds(*(max(getattr(piece, field.name) for piece in pieces) for field in fields(PieceSeconds)))
 
 
-@dataclass(frozen=True)
+# --- Work ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulWork:
+    """What some matmuls do, one after another."""
+
+    count: int
+    flop: int
+    num_bytes: int
+    """Of their operands and results, each read or written once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What the attention of one layer does on one rank, forward."""
+
+    flop: float
+    """A flash kernel leaves out what the causal mask hides."""
+    key_flop: float
+    """Of one key more for every query."""
+    rows: int
+    """Query rows: tokens times heads."""
+    num_bytes: int
+    flash: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What one rank does in one layer's forward pass."""
+
+    matmuls: MatmulWork
+    attention: AttentionWork
+    memory_bytes: int
+    """Of the kernels that memory bounds."""
+    memory_kernels: int
+    parameters: int
+    """That it has the gradients of."""
+
+
+def matmul_work(matmuls: Iterable[Matmul], element_bytes: int) -> MatmulWork:
+    """What these matmuls do, with matrices of `element_bytes` per element."""
+    count = flop = elements = 0
+    for matmul in matmuls:
+        count += matmul.count
+        flop += matmul.flop
+        elements += matmul.count * (matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n)
+    return MatmulWork(count, flop, elements * element_bytes)
+
+
+@lru_cache(maxsize=65536)
+def layer_work(
+    transformer: Transformer,
+    sequences: int,
+    sequence_length: int,
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    element_bytes: int,
+    flash_attention: bool,
+    context_parallel: int,
+    expert_parallel: int,
+) -> LayerWork:
+    """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens."""
+    tokens = -(-sequences * sequence_length // context_parallel)
+    matmuls = layer_matmuls(transformer, tokens, tensor_parallel, expert_parallel)
+    heads = -(-transformer.heads // tensor_parallel)
+    flop = layer_forward_flop(transformer, tokens, sequence_length).attention * heads / transformer.heads
+    seen = min(sequence_length, transformer.sliding_window or sequence_length)
+    attention = AttentionWork(
+        flop=flop * (1 - seen / (2 * sequence_length)) if flash_attention else flop,
+        key_flop=flop / seen,
+        rows=tokens * heads,
+        num_bytes=attention_memory_bytes(transformer, tokens, sequence_length, tensor_parallel, element_bytes, flash_attention),
+        flash=flash_attention,
+    )
+    work = matmul_work(matmuls, element_bytes)
+    return LayerWork(
+        matmuls=work,
+        attention=attention,
+        memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
+        memory_kernels=layer_kernels(transformer, expert_parallel) - work.count - 1,
+        parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel),
+    )
+
+
+# --- Rates -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What a kind reaches at a precision. Attention and head run in bf16 where the precision of the layers' matmuls is lower."""
 
     kind: GpuKind
     matmul_peak: float
     other_peak: float
+    matmul_fraction: float
 
-    def matmuls_s(self, matmuls: Iterable[Matmul], peak: float) -> float:
-        """Seconds of some matmuls, one after another."""
+    def matmul_s(self, work: MatmulWork, peak: float) -> float:
+        """Seconds of some matmuls, one after another, launches not included."""
         efficiency = self.kind.efficiency
-        return sum(m.flop / peak + m.count * efficiency.matmul_half_s for m in matmuls) / efficiency.matmul_fraction
+        flop_s = (work.flop / peak + work.count * efficiency.matmul_half_s) / self.matmul_fraction
+        return flop_s + efficiency.matmul_traffic * work.num_bytes / self.kind.memory_bandwidth_bytes_per_s
+
+    def flash_s(self, work: AttentionWork) -> tuple[float, float]:
+        """Seconds of flash attention, forward and backward, launches not included."""
+        efficiency = self.kind.efficiency
+        flop = work.flop + efficiency.attention_keys * work.key_flop
+        flop_s = flop / (self.other_peak * efficiency.attention_fraction)
+        bytes_s, rows_s = self.memory_s(work.num_bytes), flop_s * efficiency.attention_rows / work.rows
+        return max(flop_s, bytes_s) + rows_s, max(FLASH_BACKWARD * flop_s, 2 * bytes_s) + rows_s
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of kernels that memory bandwidth bounds."""
@@ -82,81 +213,125 @@ class Rates:
 
 @lru_cache(maxsize=1024)
 def rates_of(kind: GpuKind, precision: str) -> Rates:
+    """What the kind reaches at a precision. Raises InputError where it lacks the precision."""
     peak = kind.peak(precision)
     if peak is None:
         raise InputError(f"{kind.name} has no {precision}; it has {', '.join(kind.peak_flop_per_s)}")
-    below_16_bits = precision in ("fp8", "mxfp8", "nvfp4")
-    return Rates(kind, peak, (kind.peak("bf16") or kind.peak("fp16") or peak) if below_16_bits else peak)
+    other_peak = (kind.peak("bf16") or kind.peak("fp16") or peak) if precision in FEWER_BITS else peak
+    efficiency = kind.efficiency
+    return Rates(kind, peak, other_peak, efficiency.fp32_fraction if precision == "fp32" else efficiency.matmul_fraction)
+
+
+# --- Seconds ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSeconds:
+    """Seconds of one layer's work at the rates of a kind under a software stack."""
+    launch_s = rates.kind.efficiency.launch_s
+    matmuls, attention = work.matmuls, work.attention
+    matmul_s = rates.matmul_s(matmuls, rates.matmul_peak) / stack.matmul_scale + matmuls.count * launch_s
+    if attention.flash:
+        kernels = 1
+        attention_s, backward_s = (seconds / stack.attention_scale for seconds in rates.flash_s(attention))
+    else:
+        # Two matmuls, whose bytes are counted with the scores, and the softmax between them.
+        kernels = 3
+        scores = MatmulWork(2, round(attention.flop), 0)
+        products_s = rates.matmul_s(scores, rates.other_peak) / stack.attention_scale
+        traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale
+        attention_s, backward_s = products_s + traffic_s, 2 * products_s + BACKWARD_TRAFFIC * traffic_s
+    rest_s = rates.memory_s(work.memory_bytes * stack.memory_traffic)
+    others = work.memory_kernels + kernels
+    attention_s += kernels * launch_s
+    forward_s = matmul_s + attention_s + rest_s + work.memory_kernels * launch_s
+    input_s = matmul_s + backward_s + BACKWARD_TRAFFIC * rest_s + 2 * others * launch_s
+    return PieceSeconds(
+        forward_s=forward_s,
+        backward_input_s=input_s,
+        backward_weight_s=matmul_s + rates.memory_s(work.parameters * stack.gradient_bytes),
+        attention_s=attention_s,
+        attention_backward_s=backward_s + 2 * kernels * launch_s,
+        forward_kernels=matmuls.count + others,
+        backward_input_kernels=matmuls.count + 2 * others,
+        backward_weight_kernels=matmuls.count,
+        attention_kernels=kernels,
+    )
 
 
 @lru_cache(maxsize=65536)
 def layer_seconds(
     kind: GpuKind,
+    stack: Stack,
     transformer: Transformer,
     sequences: int,
     sequence_length: int,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
     precision: str = "bf16",
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
 ) -> PieceSeconds:
-    """Seconds of one layer. Raises InputError where the kind lacks the precision.
-
-    Attention executes the FLOP that a causal mask leaves: of the seen keys, 1 - seen / (2 x sequence length).
-    """
-    rates, tokens, element_bytes = rates_of(kind, precision), sequences * sequence_length, PRECISION_BYTES[precision]
-    efficiency = kind.efficiency
-    matmuls = layer_matmuls(transformer, tokens, tensor_parallel)
-    matmul_kernels = sum(matmul.count for matmul in matmuls)
-    matmul_s = rates.matmuls_s(matmuls, rates.matmul_peak) + matmul_kernels * efficiency.launch_s
-
-    heads = -(-transformer.heads // tensor_parallel)
-    seen = min(sequence_length, transformer.sliding_window or sequence_length)
-    flop = layer_forward_flop(transformer, tokens, sequence_length).attention * heads / transformer.heads
-    flop *= 1 - seen / (2 * sequence_length)
-    flop_s = flop / (rates.other_peak * efficiency.attention_fraction)
-    bytes_s = rates.memory_s(attention_memory_bytes(transformer, tokens, sequence_length, tensor_parallel, element_bytes))
-    attention_s = max(flop_s, bytes_s) + efficiency.launch_s
-    attention_backward_s = max(FLASH_BACKWARD * flop_s, 2 * bytes_s) + 2 * efficiency.launch_s
-
-    rest = layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes)
-    rest_kernels = layer_kernels(transformer) - matmul_kernels - 1
-    rest_s = rates.memory_s(rest) + rest_kernels * efficiency.launch_s
-    return PieceSeconds(
-        forward_s=matmul_s + attention_s + rest_s,
-        backward_input_s=matmul_s + attention_backward_s + 2 * rest_s,
-        backward_weight_s=matmul_s,
-        attention_s=attention_s,
+    """Seconds of one layer. Raises InputError where the kind lacks the precision."""
+    work = layer_work(
+        transformer,
+        sequences,
+        sequence_length,
+        tensor_parallel,
+        sequence_parallel,
+        PRECISION_BYTES[precision],
+        stack.flash_attention,
+        context_parallel,
+        expert_parallel,
     )
+    return seconds_of_layer(work, rates_of(kind, precision), stack)
 
 
 @lru_cache(maxsize=65536)
 def embedding_seconds(
-    kind: GpuKind, transformer: Transformer, sequences: int, sequence_length: int, precision: str = "bf16"
+    kind: GpuKind,
+    stack: Stack,
+    transformer: Transformer,
+    sequences: int,
+    sequence_length: int,
+    tensor_parallel: int = 1,
+    precision: str = "bf16",
+    context_parallel: int = 1,
 ) -> PieceSeconds:
     """Seconds of the embedding: a row read and written per token (learned positions: two read), and the projection if any.
 
     Every tensor-parallel rank looks up all tokens, whichever rows it has. Its backward is all in the weight half, but for the
     projection's. Raises InputError where the kind lacks the precision.
     """
-    rates, tokens, element_bytes = rates_of(kind, precision), sequences * sequence_length, PRECISION_BYTES[precision]
+    rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
+    tokens = -(-sequences * sequence_length // context_parallel)
     launch_s = kind.efficiency.launch_s
-    matmuls = embedding_matmuls(transformer, tokens)
-    matmul_s = rates.matmuls_s(matmuls, rates.other_peak) + len(matmuls) * launch_s
+    matmuls = matmul_work(embedding_matmuls(transformer, tokens), element_bytes)
+    matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     learned = transformer.position == "learned"
-    elements = 2 * transformer.embedding_width + (3 * transformer.hidden if learned else 0)
-    rest_s = rates.memory_s(tokens * elements * element_bytes) + (2 if learned else 1) * launch_s
-    return PieceSeconds(matmul_s + rest_s, matmul_s, matmul_s + 2 * rest_s)
+    elements, kernels = 2 * transformer.embedding_width + (3 * transformer.hidden if learned else 0), 2 if learned else 1
+    rest_s = rates.memory_s(tokens * elements * element_bytes * stack.memory_traffic)
+    sum_s = rates.memory_s(embedding_parameters_at(transformer, tensor_parallel) * stack.gradient_bytes)
+    return PieceSeconds(
+        forward_s=matmul_s + rest_s + kernels * launch_s,
+        backward_input_s=matmul_s,
+        backward_weight_s=matmul_s + BACKWARD_TRAFFIC * rest_s + 2 * kernels * launch_s + sum_s,
+        forward_kernels=matmuls.count + kernels,
+        backward_input_kernels=matmuls.count,
+        backward_weight_kernels=matmuls.count + 2 * kernels,
+    )
 
 
 @lru_cache(maxsize=65536)
 def head_seconds(
     kind: GpuKind,
+    stack: Stack,
     transformer: Transformer,
     sequences: int,
     sequence_length: int,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
     precision: str = "bf16",
+    context_parallel: int = 1,
 ) -> PieceSeconds:
     """Seconds of the head: final norm, output matmul (projection too, if any), and cross-entropy over the logits.
 
@@ -164,15 +339,28 @@ def head_seconds(
     its backward turns the softmax into the gradient and casts it back, as many bytes. Raises InputError where the kind lacks
     the precision.
     """
-    rates, tokens, element_bytes = rates_of(kind, precision), sequences * sequence_length, PRECISION_BYTES[precision]
+    rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
+    tokens = -(-sequences * sequence_length // context_parallel)
     launch_s = kind.efficiency.launch_s
-    matmuls = head_matmuls(transformer, tokens, tensor_parallel)
-    matmul_s = rates.matmuls_s(matmuls, rates.other_peak) + len(matmuls) * launch_s
+    matmuls = matmul_work(head_matmuls(transformer, tokens, tensor_parallel), element_bytes)
+    matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     casts = element_bytes < 4
-    per_logit = 4 + 4 + (element_bytes + 4 if casts else 0)
-    loss_s = rates.memory_s(tokens * -(-transformer.padded_vocab // tensor_parallel) * per_logit) + (1 + casts) * launch_s
-    norm_s = 0.0
+    per_logit, loss_kernels = 4 + 4 + (element_bytes + 4 if casts else 0), 1 + casts
+    logits = tokens * -(-transformer.padded_vocab // tensor_parallel)
+    loss_s = rates.memory_s(logits * per_logit * stack.loss_traffic) + loss_kernels * launch_s
+    norm_s, norm_kernels = 0.0, 0
     if transformer.final_norm:
         divided = tensor_parallel if sequence_parallel else 1
-        norm_s = rates.memory_s(2 * tokens * transformer.hidden * element_bytes / divided) + launch_s
-    return PieceSeconds(matmul_s + loss_s + norm_s, matmul_s + loss_s + 2 * norm_s, matmul_s)
+        norm_bytes = 2 * tokens * transformer.hidden * element_bytes / divided
+        norm_s, norm_kernels = rates.memory_s(norm_bytes * stack.memory_traffic), 1
+    kernels = matmuls.count + loss_kernels + norm_kernels
+    norm_back_s = BACKWARD_TRAFFIC * norm_s + 2 * norm_kernels * launch_s
+    parameters = head_parameters_at(transformer, tensor_parallel) + tied_copy_parameters_at(transformer, tensor_parallel)
+    return PieceSeconds(
+        forward_s=matmul_s + loss_s + norm_s + norm_kernels * launch_s,
+        backward_input_s=matmul_s + loss_s + norm_back_s,
+        backward_weight_s=matmul_s + rates.memory_s(parameters * stack.gradient_bytes),
+        forward_kernels=kernels,
+        backward_input_kernels=kernels + norm_kernels,
+        backward_weight_kernels=matmuls.count,
+    )

@@ -10,10 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
-from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
+from sim.spec.gpu import CONSTANTS, GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
 from sim.spec.reading import InputError, Table, in_range, nearest, quantity, range_text, read_text, read_yaml
 from sim.spec.stack import Stack, read_stack, stack
 
@@ -27,19 +27,43 @@ MOST_GPUS, MOST_NODE_GPUS, MOST_OVERSUBSCRIPTION = 100_000, 1024, 1e6
 PCIE_BYTES_PER_S = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 50e9}
 """What a PCIe x16 link of generation 3, 4, 5 moves in one direction, as measured by host-device copies (nominal 16, 32, 64)."""
 
-PROTOCOL_EFFICIENCY = {
-    "nvlink": 0.78,  # 234.6 GB/s all-reduce bus bandwidth of eight A100s with 300 GB/s (ml-engineering, network/README)
-    "pcie": 1.0,  # PCIE_BYTES_PER_S are effective rates already
-    "infiniband": 0.92,
-    "roce": 0.90,
-    "ethernet": 0.92,  # TCP: 0.1157 GB/s measured over 1 Gbit/s (sailor, RTX 3090 nodes)
-    "tcp": 0.5,  # TCP over a card made for RDMA (IP over InfiniBand, or RoCE to another kind): an assumption
-}
-"""Fraction of its nominal rate that a link carries, by protocol. Large transfers; latency and steps are priced apart."""
+PROTOCOLS = ("nvlink", "nvls", "pcie", "infiniband", "roce", "ethernet", "tcp")
+"""What a link may speak. nvls: NVLink where the switch itself reduces (NVLink SHARP); tcp: TCP over a card made for RDMA."""
 
-INTRA_LATENCY_S = {"nvlink": 3e-6, "nvswitch": 3e-6, "pcie3": 6e-6, "pcie4": 6e-6, "pcie5": 6e-6}
-"""Latency of one step between two GPUs of a node. NVLink: 43.8 us for the 14 steps of a 32 KiB all-reduce of eight A100s
-(ml-engineering, network/README); PCIe: twice that, an assumption."""
+
+@dataclass(frozen=True)
+class Links:
+    """What links carry, and what the steps of a collective take on them: the constants of `links` in constants.yaml."""
+
+    efficiency: Mapping[str, float]
+    """By protocol: the fraction of its nominal rate that a link carries. Large transfers; the rest is priced apart."""
+    latency_s: Mapping[str, float]
+    """By kind of interconnect inside a node: seconds of one step between two GPUs in the protocol of low latency."""
+    start_s: float
+    """Seconds to start a collective or message: the launch of its kernel, and the meeting of its members."""
+    step_s: float
+    """Seconds that a step takes longer in the protocol of full bandwidth: its fences and flags."""
+
+
+@cache
+def links() -> Links:
+    """The constants of constants.yaml, which is read at the first call."""
+    return read_links(Table(read_yaml(CONSTANTS), CONSTANTS.name).table("links"))
+
+
+def read_links(table: Table) -> Links:
+    """The constants that a table describes; all are required, and the table is closed. Raises InputError."""
+    by_protocol, by_kind = table.table("efficiency"), table.table("latency")
+    found = Links(
+        efficiency={protocol: by_protocol.number(protocol, minimum=0.01, maximum=1.0) for protocol in PROTOCOLS},
+        latency_s={kind: by_kind.quantity(kind, "time", zero=True) for kind in INTRA_KINDS},
+        start_s=table.quantity("start", "time", zero=True),
+        step_s=table.quantity("step", "time", zero=True),
+    )
+    table.text("source", "")
+    for part in (by_protocol, by_kind, table):
+        part.close()
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,7 @@ class Intra:
     sockets: int = 2
     host_bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0.0
+    step_s: float = 0.0
 
     @property
     def is_nvlink(self) -> bool:
@@ -93,16 +118,19 @@ class Node:
 class Fabric:
     """The network between nodes: one-way latency end to end, and how many times the racks' uplinks are oversubscribed.
 
-    A node without a rack is a rack of its own. `protocol_efficiency` overrides entries of PROTOCOL_EFFICIENCY.
+    A node without a rack is a rack of its own. `protocol_efficiency` overrides entries of `Links.efficiency`, `start_s` (which
+    counts inside a node too) and `step_s` those of Links.
     """
 
     latency_s: float = 0.0
     oversubscription: float = 1.0
     protocol_efficiency: tuple[tuple[str, float], ...] = ()
+    start_s: float = 0.0
+    step_s: float = 0.0
 
     def efficiency(self, protocol: str) -> float:
         """Fraction of its nominal rate that a link of this protocol carries."""
-        return dict(self.protocol_efficiency).get(protocol, PROTOCOL_EFFICIENCY[protocol])
+        return dict(self.protocol_efficiency).get(protocol) or links().efficiency[protocol]
 
 
 @dataclass(frozen=True)
@@ -254,19 +282,21 @@ def read_cluster(path: str | Path) -> Cluster:
         if gpus > MOST_GPUS:
             raise table.error("nodes", f"a cluster has at most {MOST_GPUS:,} GPUs, but with {entry.at} it has {gpus:,}")
         nodes += made
-    fabric = Fabric()
+    fabric = Fabric(start_s=links().start_s, step_s=links().step_s)
     if "fabric" in table:
         entry = table.table("fabric")
         efficiency: tuple[tuple[str, float], ...] = ()
         if "protocol_efficiency" in entry:
             by_protocol = entry.table("protocol_efficiency")
-            found = {key: by_protocol.number(key, None, 0.01, 1.0) for key in PROTOCOL_EFFICIENCY}
+            found = {key: by_protocol.number(key, None, 0.01, 1.0) for key in PROTOCOLS}
             efficiency = tuple((key, value) for key, value in found.items() if value is not None)
             by_protocol.close()
         fabric = Fabric(
             latency_s=entry.quantity("latency", "time", 0.0, zero=True),
             oversubscription=entry.number("oversubscription", 1.0, 1.0, MOST_OVERSUBSCRIPTION),
             protocol_efficiency=efficiency,
+            start_s=entry.quantity("start", "time", fabric.start_s, zero=True),
+            step_s=entry.quantity("step", "time", fabric.step_s, zero=True),
         )
         entry.close()
     wan = tuple(_read_wan(entry) for entry in table.tables("wan", []))
@@ -342,7 +372,8 @@ def _read_intra(entry: Table, gpu: GpuKind) -> Intra:
         gpus_per_switch=table.integer("gpus_per_switch", 4, minimum=1, maximum=MOST_NODE_GPUS),
         sockets=table.integer("sockets", 2, minimum=1, maximum=MOST_NODE_GPUS),
         host_bandwidth_bytes_per_s=table.quantity("host_bandwidth", "bandwidth", bandwidth),
-        latency_s=table.quantity("latency", "time", INTRA_LATENCY_S[kind], zero=True),
+        latency_s=table.quantity("latency", "time", links().latency_s[kind], zero=True),
+        step_s=table.quantity("step", "time", links().step_s, zero=True),
     )
     table.close()
     return intra

@@ -100,9 +100,10 @@ def layer_parameters(transformer: Transformer) -> int:
     return layer_parameter_parts(transformer).total
 
 
-def layer_parameters_at(transformer: Transformer, tensor_parallel: int) -> int:
-    """Parameters of one layer that one of `tensor_parallel` ranks holds. See `layer_parameter_parts`."""
-    return layer_parameter_parts(transformer, tensor_parallel).total
+def layer_parameters_at(transformer: Transformer, tensor_parallel: int, expert_parallel: int = 1) -> int:
+    """Parameters of one layer that one of `tensor_parallel` ranks holds, with its share of those of the experts."""
+    parts = layer_parameter_parts(transformer, tensor_parallel)
+    return parts.total - parts.experts + _share(parts.experts, expert_parallel)
 
 
 def embedding_parameters(transformer: Transformer) -> int:
@@ -417,6 +418,14 @@ def head_activation_bytes(
 def boundary_bytes(transformer: Transformer, micro_batch: int, sequence_length: int, precision_bytes: int) -> int:
     """Bytes of one micro-batch's activation between two stages; its gradient on the way back has as many."""
     return micro_batch * sequence_length * transformer.hidden * precision_bytes
+
+
+def key_value_bytes(
+    transformer: Transformer, micro_batch: int, sequence_length: int, tensor_parallel: int, precision_bytes: int
+) -> int:
+    """Bytes of one layer's keys and values of one micro-batch that belong to one rank's heads."""
+    _, keys = _attention_widths(transformer, tensor_parallel)
+    return micro_batch * sequence_length * 2 * keys * precision_bytes
 
 
 def _check(recompute: str) -> None:

@@ -32,39 +32,63 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 class Efficiency:
     """How much of a GPU's peaks a software stack reaches on it: the constants that calibration refits.
 
-    All are about one GPU and hold for every precision. Raises InputError where a fraction is outside (0, 1] or a time is
-    negative.
+    All are about one GPU and hold for every precision but as said. Raises InputError where a fraction is outside (0, 1],
+    matmul_traffic outside [0, 1], or a time, or a number of keys or rows, negative.
     """
 
     matmul_fraction: float
-    """Fraction of the peak FLOP/s that a large matmul reaches."""
+    """Fraction of the peak FLOP/s that a large matmul reaches, fp32 apart."""
+    fp32_fraction: float
+    """Fraction of the fp32 peak, which is without tensor cores, that a large matmul reaches."""
     matmul_half_s: float
-    """Seconds of work at peak at which one matmul reaches half of matmul_fraction: a matmul of w seconds at peak takes
-    (w + matmul_half_s) / matmul_fraction seconds."""
+    """Seconds of work at peak at which one matmul reaches half of its fraction: a matmul of w seconds at peak takes
+    (w + matmul_half_s) / matmul_fraction seconds, and those of its bytes that do not hide."""
+    matmul_traffic: float
+    """Of the seconds that a matmul's operands and result take at the memory bandwidth, the part that FLOP do not hide."""
     attention_fraction: float
-    """Fraction of the peak FLOP/s of attention, over the FLOPs the kernel executes: under a causal mask these are half of the
-    full count that MFU uses."""
+    """Fraction of the peak FLOP/s of flash attention's forward pass, over the FLOPs the kernel executes: under a causal mask
+    about half of the full count that MFU uses."""
+    attention_keys: float
+    """Keys that each query of flash attention costs besides those that the mask leaves: tiles that the mask cuts, and what a row
+    costs once."""
+    attention_rows: float
+    """Query rows (tokens times heads of a rank) whose seconds flash attention takes besides, as it fills the GPU and drains."""
     memory_fraction: float
     """Fraction of the memory bandwidth that element-wise work (norms, activations, residuals, optimizer) reaches."""
     launch_s: float
-    """Seconds of host overhead per kernel that do not hide behind the GPU's work."""
+    """Seconds by which each kernel lengthens the GPU's work: its start and its end, when the GPU is not full."""
     source: str = "nominal, not measured"
     """What the constants were fitted on or derived from."""
 
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""
-        for name in ("matmul_fraction", "attention_fraction", "memory_fraction"):
+        for name in ("matmul_fraction", "fp32_fraction", "attention_fraction", "memory_fraction"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise InputError(f"{name} must be above 0 and at most 1, but got {value!r}")
-        for name in ("matmul_half_s", "launch_s"):
+        if not 0 <= self.matmul_traffic <= 1:
+            raise InputError(f"matmul_traffic must be from 0 to 1, but got {self.matmul_traffic!r}")
+        for name, unit in (
+            ("matmul_half_s", "seconds"),
+            ("launch_s", "seconds"),
+            ("attention_keys", "keys"),
+            ("attention_rows", "rows"),
+        ):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise InputError(f"{name} must be a finite number of seconds of at least 0, but got {value!r}")
+                raise InputError(f"{name} must be a finite number of {unit} of at least 0, but got {value!r}")
 
 
 NOMINAL_EFFICIENCY = Efficiency(
-    matmul_fraction=0.7, matmul_half_s=10e-6, attention_fraction=0.4, memory_fraction=0.85, launch_s=5e-6
+    matmul_fraction=0.8,
+    fp32_fraction=0.8,
+    matmul_half_s=10e-6,
+    matmul_traffic=0.65,
+    attention_fraction=0.5,
+    attention_keys=230.0,
+    attention_rows=16e3,
+    memory_fraction=0.85,
+    launch_s=2e-6,
 )
 """What a new kind is given where its file says nothing: round middles of the measured kinds of the catalogue."""
 
@@ -74,6 +98,9 @@ NOMINAL_BUSY_WATTS, NOMINAL_IDLE_SHARE = 300.0, 0.1
 
 LEAST_FRACTION = 1e-6
 """The smallest fraction of a peak that a file may give, so that times stay finite."""
+
+MOST_ROWS = 1e9
+"""The most attention_rows and attention_keys that a file may give, so that times stay finite."""
 
 
 class _PeakRates(Mapping[str, float]):
@@ -205,6 +232,11 @@ def catalogue() -> Mapping[str, GpuKind]:
     return _catalogue()[0]
 
 
+def efficiencies() -> Mapping[str, Efficiency]:
+    """The records of constants.yaml that kinds share, by name, in the order of the file."""
+    return _catalogue()[1]
+
+
 @cache
 def _catalogue() -> tuple[Mapping[str, GpuKind], Mapping[str, Efficiency]]:
     """The kinds, and the efficiencies that kinds share, by name."""
@@ -325,8 +357,12 @@ def _read_efficiency(table: Table, base: Efficiency | None) -> Efficiency:
 
     values: dict[str, float] = {
         "matmul_fraction": table.number("matmul_fraction", default("matmul_fraction"), LEAST_FRACTION, 1.0),
+        "fp32_fraction": table.number("fp32_fraction", default("fp32_fraction"), LEAST_FRACTION, 1.0),
         "matmul_half_s": table.quantity("matmul_half", "time", default("matmul_half_s"), zero=True),
+        "matmul_traffic": table.number("matmul_traffic", default("matmul_traffic"), 0.0, 1.0),
         "attention_fraction": table.number("attention_fraction", default("attention_fraction"), LEAST_FRACTION, 1.0),
+        "attention_keys": table.number("attention_keys", default("attention_keys"), 0.0, MOST_ROWS),
+        "attention_rows": table.number("attention_rows", default("attention_rows"), 0.0, MOST_ROWS),
         "memory_fraction": table.number("memory_fraction", default("memory_fraction"), LEAST_FRACTION, 1.0),
         "launch_s": table.quantity("launch", "time", default("launch_s"), zero=True),
     }

@@ -44,3 +44,8 @@ class Job:
     def tokens(self) -> int:
         """Tokens of one iteration."""
         return self.sequence_length * self.global_batch
+
+    @property
+    def summary(self) -> str:
+        """The job on one line."""
+        return f"{self.model.name}, {self.global_batch} x {self.sequence_length} tokens, {self.precision}, {self.optimizer}"

@@ -32,15 +32,28 @@ class Stack:
     """Rate of its attention kernels per rate that the GPU kind's efficiency record says."""
     memory_traffic: float = 1.0
     """Bytes that its memory-bound kernels move per byte that fused ones move."""
+    loss_traffic: float = 1.0
+    """Bytes that its cross-entropy moves per byte that a fused one moves."""
+    gradient_bytes: float = 0.0
+    """Bytes that each backward moves per parameter to sum its gradients, where the matmul does not do it."""
     host_s: float = 0.0
-    """Seconds of the host for each kernel that it launches. A piece of work takes no less than the host needs for its kernels."""
+    """Seconds of the host for each kernel and each collective that it launches. A forward or backward takes no less."""
+    tensor_host_s: float = 0.0
+    """Seconds of the host for each tensor-parallel collective and each rank that takes part, in pipelines of several stages: some
+    stacks take a collective apart there and issue it rank by rank."""
     micro_batch_s: float = 0.0
     """Seconds that each forward and each backward of a stage takes besides its layers: the schedule's bookkeeping, waits for
     messages to be handed over."""
+    fetch_s: float = 0.0
+    """Seconds that the first stage waits for the data of each micro-batch, on clusters of `fetch_nodes` nodes or more."""
+    fetch_nodes: float = 0.0
+    """The fewest nodes on which data has to be waited for; 0: it never has."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     collective_scale: float = 1.0
     """Rate of its collectives in a training step per rate that they reach alone."""
+    exchange_parts: float = 1.0
+    """Collectives in which the gradients or parameters of one layer are exchanged; each has latencies of its own."""
     overlap_slowdown: float = 0.0
     """How much longer computation takes while gradients or parameters are on their way beside it, as a fraction."""
     optimizer_traffic: float = 1.0
@@ -74,8 +87,14 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "matmul_scale": _SCALE,
     "attention_scale": _SCALE,
     "memory_traffic": _SCALE,
+    "loss_traffic": _SCALE,
+    "gradient_bytes": (0.0, 1000.0),
     "host_s": (0.0, 1.0),
+    "tensor_host_s": (0.0, 1.0),
     "micro_batch_s": (0.0, 10.0),
+    "fetch_s": (0.0, 100.0),
+    "fetch_nodes": (0.0, 1e6),
+    "exchange_parts": (1.0, 1000.0),
     "tensor_overlap": (0.0, 1.0),
     "collective_scale": _SCALE,
     "overlap_slowdown": (0.0, 10.0),
@@ -86,7 +105,14 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "context_bytes": (0.0, math.inf),
 }
 
-_UNITS = {"host_s": ("host", "time"), "micro_batch_s": ("micro_batch", "time"), "step_s": ("step", "time")}
+STACK_UNITS = {
+    "host_s": ("host", "time"),
+    "tensor_host_s": ("tensor_host", "time"),
+    "micro_batch_s": ("micro_batch", "time"),
+    "fetch_s": ("fetch", "time"),
+    "step_s": ("step", "time"),
+    "context_bytes": ("context", "bytes"),
+}
 """Fields that a file gives with a unit: the key there, and the dimension."""
 
 
@@ -112,19 +138,17 @@ def read_stack(name: str, table: Table, base: Stack | None = None) -> Stack:
 
     `like: NAME` takes a known stack as the base. Raises InputError with the key, the value and what is accepted.
     """
-    if "like" in table:
-        base = stack(table.text("like"))
+    if table.text("like", None) is not None:
+        base = table.get("like", stack, "the name of a software stack")
     base = base or Stack(name)
     values: dict[str, object] = {}
     for field in fields(Stack):
         default = getattr(base, field.name)
         if field.name == "name":
             continue
-        if field.name in _UNITS:
-            key, dimension = _UNITS[field.name]
+        if field.name in STACK_UNITS:
+            key, dimension = STACK_UNITS[field.name]
             values[field.name] = table.quantity(key, dimension, default, zero=True)
-        elif field.name == "context_bytes":
-            values[field.name] = table.quantity("context", "bytes", default, zero=True)
         elif isinstance(default, bool):
             values[field.name] = table.flag(field.name, default)
         elif isinstance(default, str):

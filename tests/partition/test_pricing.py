@@ -98,7 +98,7 @@ def test_the_seconds_of_a_stage_are_those_of_the_simulation() -> None:
             instruction = kind(0, lane.layers[0])
             expected = cost.seconds(lane, instruction)
             for collective in cost.collectives(lane, instruction):
-                expected += pricing._ring_s(collective, lane.devices)
+                expected += pricing._collective_s(collective, lane.devices)
             assert seconds == pytest.approx(expected, rel=1e-9)
 
 

@@ -13,8 +13,8 @@ from partition.layers import ranges
 from partition.room import Room
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import lane_parts
-from sim.spec.compile import in_flight
 from sim.spec.plan import Pipeline
+from sim.spec.schedules import in_flight
 from sim.spec.transformer import Transformer, presets
 from tests.partition.small_worlds import TINY, cluster, job, node
 

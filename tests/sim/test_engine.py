@@ -27,6 +27,7 @@ from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.program import (
     INSTRUCTIONS,
     Backward,
+    Compute,
     Forward,
     GatherParameters,
     OptimizerStep,
@@ -62,7 +63,7 @@ def every_device_takes(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 def drawn(trace: Trace, lane: str) -> list[tuple[str, float, float]]:
     """The computations of one lane as (text, start, end), waits left out."""
-    spans = [s for s in trace.spans if s.lane == lane and isinstance(s.instruction, (Forward, Backward))]
+    spans = [s for s in trace.spans if s.lane == lane and isinstance(s.instruction, Compute)]
     return [(instruction_text(s.instruction), round(s.start_s, 9), round(s.end_s, 9)) for s in spans]
 
 
@@ -86,7 +87,102 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, depth: int, mi
     assert trace.iteration_s == pytest.approx((micro_batches + depth - 1) * (f + b), rel=1e-12)
 
 
+def looped(schedule: str, depth: int, chunks: int) -> list[Stage]:
+    """Stages of so many ranges of one layer, one per node, as a schedule takes them."""
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(depth)]
+    for k in range(depth * chunks):
+        ranges[2 * depth - 1 - k if schedule == "zb-v" and k >= depth else k % depth].append((k, k + 1))
+    return [stage(f"n{s}/0", *held) for s, held in enumerate(ranges)]
+
+
+def idle_s(trace: Trace, lane: str) -> float:
+    """Seconds between a lane's first and last computation in which it does not compute."""
+    spans = [s for s in trace.spans if s.lane == lane and isinstance(s.instruction, Compute)]
+    return max(s.end_s for s in spans) - min(s.start_s for s in spans) - sum(s.end_s - s.start_s for s in spans)
+
+
+@given(depth=st.integers(1, 5), chunks=st.integers(2, 3), groups=st.integers(1, 3), f=st.floats(0.1, 3), b=st.floats(0.1, 3))
+@settings(max_examples=30)
+def test_interleaved_has_a_bubble_of_p_minus_1_over_v_m(depth: int, chunks: int, groups: int, f: float, b: float) -> None:
+    names = {f"n{i}/0" for i in range(5)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
+        given_plan = plan([looped("interleaved", depth, chunks)], groups * depth, schedule="interleaved")
+        trace = simulate(given_plan, ethernet_cluster([1] * max(depth, 2), 1e30))
+    # Narayanan et al. (2021), section 2.2.2: (p - 1) / v forwards and backwards of a whole stage.
+    assert trace.iteration_s == pytest.approx((groups * depth * chunks + depth - 1) * (f + b), rel=1e-12)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.0, 0.7)])
+def test_zero_bubble_schedules_have_the_bubbles_of_their_paper(depth: int, f: float, i: float, w: float) -> None:
+    names, micro_batches = [f"n{s}/0" for s in range(6)], 4 * depth
+    cost = GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, i), weight_s=w)
+    cluster, work_s = ethernet_cluster([1] * max(depth, 2), 1e30), micro_batches * (f + i + w)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.engine, "ComputeCost", cost)
+        one = simulate(plan([looped("zb-1p", depth, 1)], micro_batches, schedule="zb-1p"), cluster)
+        two = simulate(plan([looped("zb-2p", depth, 1)], micro_batches, schedule="zb-2p"), cluster)
+    # Qi et al. (2024), table 2, for W <= F <= I; a stage's iteration is from its first work to its last.
+    assert one.iteration_s == pytest.approx(work_s + (depth - 1) * (f + i - w))
+    assert max(idle_s(one, lane) for lane in one.lanes) == pytest.approx((depth - 1) * (f + i - w), abs=1e-9)
+    assert max(idle_s(two, lane) for lane in two.lanes) == pytest.approx((depth - 1) * (f + i - 2 * w), abs=1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8])
+def test_zb_v_has_next_to_no_bubble(depth: int, every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    trace = simulate(plan([looped("zb-v", depth, 2)], 4 * depth, schedule="zb-v"), ethernet_cluster([1] * max(depth, 2), 1e30))
+    work_s = 6 * 4 * depth
+    # The last stage cannot begin before the forwards of the others: no order is shorter than this.
+    least_s = work_s + depth - 1
+    assert least_s <= trace.iteration_s <= least_s + (depth > 4)
+    # 1F1B with the same layers would wait (p - 1)(F + I + W) of both chunks.
+    assert trace.iteration_s - work_s < 6 * (depth - 1) or depth == 1
+
+
 # --- Timelines drawn by hand -----------------------------------------------------------------------------------------
+
+
+# Instants of one second, every piece of work takes one. a and b are a stage's first and second layer range.
+SCHEDULES_DRAWN = {
+    "interleaved": (2, 2, 2, """
+        p0s0  F0a F1a F0b F1b .   B0b .   B1b B0a B1a
+        p0s1  .   F0a F1a F0b B0b F1b B1b B0a B1a .
+    """),
+    "zb-1p": (3, 1, 4, """
+        p0s0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        p0s1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        p0s2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """),
+    "zb-2p": (2, 1, 4, """
+        p0s0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 .
+        p0s1  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """),
+    "zb-v": (2, 2, 2, """
+        p0s0  F0a F1a .   F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a
+        p0s1  .   F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a
+    """),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES_DRAWN)
+def test_schedules_follow_the_timelines_drawn_by_hand(schedule: str, every_device_takes: Given) -> None:
+    depth, chunks, micro_batches, drawing = SCHEDULES_DRAWN[schedule]
+    every_device_takes(1.0, 1.0)
+    trace = simulate(
+        plan([looped(schedule, depth, chunks)], micro_batches, schedule=schedule), ethernet_cluster([1] * depth, 1e30)
+    )
+    lines = []
+    for s, held in enumerate(trace.plan.pipelines[0].stages):
+        instants = ["."] * round(trace.iteration_s)
+        for text, start_s, end_s in drawn(trace, f"p0s{s}"):
+            assert end_s - start_s == 1 and start_s == round(start_s)
+            work, _, layers = text.partition("[")
+            first = int(layers.partition(":")[0])
+            instants[round(start_s)] = work + ("ab"[[start for start, _ in held.layers].index(first)] if chunks > 1 else "")
+        lines.append([f"p0s{s}", *instants])
+    assert lines == [line.split() for line in drawing.strip().splitlines()]
 
 
 def test_unequal_stages_follow_the_timeline_drawn_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +461,7 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
     trace, network = simulate(given_plan, cluster), Network(cluster)
     busy: dict[str, float] = {}
     for s in trace.spans:
-        if isinstance(s.instruction, (Forward, Backward, OptimizerStep)):
+        if isinstance(s.instruction, (Compute, OptimizerStep)):
             busy[s.lane] = busy.get(s.lane, 0.0) + s.end_s - s.start_s
     assert max(busy.values()) <= trace.iteration_s * (1 + 1e-9)
     # Serially: every instruction and transfer after the other, nothing shared.
@@ -375,7 +471,7 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
     for lane in program.lanes:
         state = run._states[lane.name]
         for i in lane.instructions:
-            if isinstance(i, (Forward, Backward)):
+            if isinstance(i, Compute):
                 work = state.work[type(i), i.layers]
             elif isinstance(i, OptimizerStep):
                 work = state.work[OptimizerStep, None]
@@ -384,7 +480,7 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
                 continue
             else:
                 continue
-            serial += work.seconds + (network.alone_s(work.shape.transfer) if work.shape else 0.0)
+            serial += work.seconds + sum(network.alone_s(shape.transfer) for shape in (work.beside, work.after) if shape)
     serial += sum(network.alone_s(run._exchanges[collective].transfer) for collective in program.members)
     assert trace.iteration_s <= serial * (1 + 1e-9)
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.collectives import across_lanes, between_lanes, ring, slices
+from sim.cost.collectives import _two_trees, across_lanes, between_lanes, collective, ring, ring_exchange, slices
 from sim.cost.network import NOTHING, Network, Transfer
-from sim.spec.cluster import PROTOCOL_EFFICIENCY, BandwidthMatrix, Cluster, Fabric, Intra, Nic, Node
+from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.gpu import gpu_kind
 
-LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOL_EFFICIENCY)
+LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
 NVLINK = Intra("nvlink", 300e9, latency_s=3e-6)
 ONE_SWITCH = Intra("pcie4", 24e9, gpus_per_switch=16, sockets=1, latency_s=6e-6)
 """All that comes to a GPU, from its node or from others, comes over one link."""
@@ -73,7 +73,8 @@ def test_a_ring_over_two_nodes_crosses_each_nic_once_whatever_the_order_given(or
     transfer = ring(two, "all_reduce", order.split(), 1000.0)
     crossing = {"a/nic0>fabric": 1500, "b/nic0>fabric": 1500, "fabric>a/nic0": 1500, "fabric>b/nic0": 1500}
     assert loads(two, transfer, "fabric") == pytest.approx(crossing)
-    assert transfer.latency_s == pytest.approx(6 * 50e-6)
+    # Twice round over three of four hops (3, 50, 3 and 50 us), at worst over both that cross.
+    assert transfer.latency_s == pytest.approx(2 * (50e-6 + 3e-6 + 50e-6))
     assert sum(loads(two, transfer, "nvlink").values()) == pytest.approx(2 * 2 * 1500)
 
 
@@ -94,6 +95,236 @@ def test_as_many_rings_are_turned_as_the_node_with_the_fewest_nics_has() -> None
         {name: 450 for name in ("b/nic0>fabric", "b/nic1>fabric", "fabric>b/nic0", "fabric>b/nic1")}
     )
     assert sum(num_bytes for name, num_bytes in fabric.items() if name.startswith("a/")) == pytest.approx(900)
+
+
+# --- Algorithms and protocols ----------------------------------------------------------------------------------------
+
+START_S, STEP_S, LATENCY_S, ACROSS_S, ACROSS_STEP_S = 30e-6, 4e-6, 1e-6, 20e-6, 50e-6
+RATE, CARD = 400e9, 50e9
+HOPPER = "H100-80GB-SXM"
+
+
+def machines(
+    count: int, gpus: int, gpu: str = HOPPER, kind: str = "nvswitch", card_bytes_per_s: float = CARD, nvls: float = 1.0
+) -> Network:
+    """Lossless nodes n0, n1, ... with a card for each GPU, where starts and steps take their time."""
+    intra = Intra(kind, RATE, latency_s=LATENCY_S, step_s=STEP_S)
+    nodes = tuple(Node(f"n{i}", gpu_kind(gpu), gpus, intra, Nic("infiniband", card_bytes_per_s, gpus)) for i in range(count))
+    efficiency = tuple({**dict(LOSSLESS), "nvls": nvls}.items())
+    return Network(Cluster("c", nodes, Fabric(ACROSS_S, 1.0, efficiency, START_S, ACROSS_STEP_S)))
+
+
+def all_devices(found: Network) -> list[str]:
+    return [device.name for device in found.cluster.devices]
+
+
+def seconds(found: Network, kind: str, names: list[str], num_bytes: float) -> float:
+    return found.alone_s(collective(found, kind, names, num_bytes))
+
+
+def ways_s(count: int, gpus: int, num_bytes: float, switch: bool) -> list[float]:
+    """Seconds of every way to all-reduce over lossless nodes, by hand: ring, trees, switch, switches and trees."""
+    n = count * gpus
+    if count == 1:
+        ring_bytes, hops_s, hop_steps_s = 2 * (n - 1) / n * num_bytes / RATE, (n - 1) * LATENCY_S, (n - 1) * STEP_S
+    else:
+        # As many rings as cards; the longest chain leaves out a hop inside a node.
+        inside = n - count - (gpus > 1)
+        across = count - (gpus == 1)
+        card_s = 2 * (n - 1) / n * num_bytes / gpus / CARD
+        # Of all rings together, a GPU sends on its port in all but the one in which it is the last of its node.
+        ring_bytes = max(card_s, 2 * (n - 1) / n * num_bytes * (gpus - 1) / gpus / RATE)
+        hops_s = inside * LATENCY_S + across * ACROSS_S
+        hop_steps_s = inside * STEP_S + across * ACROSS_STEP_S
+    found = [START_S + 2 * (hops_s + hop_steps_s) + ring_bytes, START_S + 2 * hops_s + 2 * ring_bytes]
+    if switch and count == 1:
+        found.append(START_S + 2 * LATENCY_S + 12 * STEP_S + (n + 1) / n * num_bytes / RATE)
+    if count == 2:  # two trees of one edge each: a half goes up and a half comes down, on every card
+        card_s, climb = num_bytes / gpus / CARD, 2
+        local = 2 * (gpus - 1) / gpus * num_bytes / RATE
+        latency_s, step_s = 2 * (gpus - 1) * LATENCY_S + climb * ACROSS_S, 2 * (gpus - 1) * STEP_S + climb * ACROSS_STEP_S
+        found += [START_S + latency_s + step_s + max(local, card_s), START_S + latency_s + 2 * max(local, card_s)]
+        if switch and gpus > 1:
+            local = (gpus + 1) / gpus * num_bytes / RATE
+            latency_s, step_s = 2 * LATENCY_S + climb * ACROSS_S, 12 * STEP_S + climb * ACROSS_STEP_S
+            found.append(START_S + latency_s + step_s + max(local, card_s))
+    return found
+
+
+@given(
+    st.sampled_from((1, 2)),
+    st.sampled_from((2, 3, 4, 8)),
+    st.floats(1, 1e11),
+    st.sampled_from(((HOPPER, "nvswitch", True), (HOPPER, "nvlink", False), ("A100-80GB-SXM", "nvswitch", False))),
+)
+def test_the_way_chosen_is_the_quickest_of_those_there_are(
+    count: int, gpus: int, num_bytes: float, node: tuple[str, str, bool]
+) -> None:
+    found = machines(count, gpus, node[0], node[1])
+    expected = min(ways_s(count, gpus, num_bytes, node[2]))
+    assert seconds(found, "all_reduce", all_devices(found), num_bytes) == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    st.sampled_from(("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.floats(1, 1e11), min_size=2, max_size=6),
+)
+def test_more_bytes_never_take_less_time_nor_more_than_in_proportion(
+    kind: str, count: int, gpus: int, sizes: list[float]
+) -> None:
+    found = machines(count, gpus)
+    names = all_devices(found)
+    taken = [(num_bytes, seconds(found, kind, names, num_bytes)) for num_bytes in sorted(sizes)]
+    for (less, less_s), (more, more_s) in itertools.pairwise(taken):
+        assert less_s <= more_s * (1 + 1e-9)
+        assert more_s <= less_s * more / less * (1 + 1e-9) or not less_s
+
+
+def test_what_was_asked_before_does_not_decide_the_protocol() -> None:
+    # By hand, of 8: the flags cost (14 / 8) x bytes / 400 GB/s and save 14 steps of 4 us, so that they pay up to 12.8 MB.
+    found = machines(1, 8, "A100-80GB-SXM")
+    names = all_devices(found)
+    sent = [sum(loads(found, collective(found, "all_reduce", names, size)).values()) / size for size in (1e3, 1e9, 12e6, 13e6)]
+    plain = 2 * 8 * 2 * 7 / 8  # out of and into 8 devices
+    assert sent == pytest.approx([2 * plain, plain, 2 * plain, plain])
+
+
+def test_the_switch_sends_every_device_the_sum_of_its_part_and_all_parts_to_all() -> None:
+    # Of 8 parts a device gives 8 to their readers, and the sum of its own to the switch: 9/8 of the tensor either way.
+    found = machines(1, 8)
+    transfer = collective(found, "all_reduce", all_devices(found), 8e9)
+    assert list(loads(found, transfer).values()) == pytest.approx(16 * [9e9])
+    assert transfer.latency_s == pytest.approx(START_S + 2 * LATENCY_S + 12 * STEP_S)
+    slower = machines(1, 8, nvls=0.75)  # of a port's rate: as if it carried a third more
+    weighed = loads(slower, collective(slower, "all_reduce", all_devices(slower), 8e9))
+    assert list(weighed.values()) == pytest.approx(16 * [12e9])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "gpus", "collective_kind", "is_by_switch"),
+    [
+        (HOPPER, "nvswitch", 8, "all_reduce", True),
+        ("H200", "nvswitch", 8, "all_reduce", True),
+        ("B200", "nvswitch", 8, "all_reduce", True),
+        ("A100-80GB-SXM", "nvswitch", 8, "all_reduce", False),
+        (HOPPER, "nvlink", 8, "all_reduce", False),
+        (HOPPER, "nvswitch", 2, "all_reduce", False),  # 3/2 of the tensor, where a ring moves it once
+        (HOPPER, "nvswitch", 8, "all_gather", False),
+    ],
+)
+def test_only_a_switch_from_hopper_on_reduces_by_itself(
+    gpu: str, kind: str, gpus: int, collective_kind: str, is_by_switch: bool
+) -> None:
+    found = machines(1, gpus, gpu, kind)
+    moved = loads(found, collective(found, collective_kind, all_devices(found), 1e10))["n0/0>nvlink"]
+    rounds = 2 if collective_kind == "all_reduce" else 1
+    assert moved == pytest.approx(1e10 * ((gpus + 1) / gpus if is_by_switch else rounds * (gpus - 1) / gpus))
+
+
+@pytest.mark.parametrize("n", range(2, 34))
+def test_two_trees_reach_every_node_and_none_moves_more_than_twice_the_tensor(n: int) -> None:
+    edges = _two_trees(n)
+    assert len(edges) == 2 * (n - 1)
+    received = [0.0] * n
+    for child, parent in edges:
+        received[parent] += 0.5
+        received[child] += 0.5
+    assert max(received) <= 2
+    for tree in (edges[: n - 1], edges[n - 1 :]):
+        parents = dict(tree)
+        assert len(parents) == n - 1
+        for node in range(n):
+            steps = 0
+            while node in parents:
+                node, steps = parents[node], steps + 1
+            assert steps <= math.ceil(math.log2(n))
+
+
+def test_trees_save_latency_across_many_nodes_and_bytes_across_two() -> None:
+    many = machines(64, 1)
+    few_bytes = collective(many, "all_reduce", all_devices(many), 1e4)
+    assert few_bytes.latency_s == pytest.approx(START_S + 2 * 6 * ACROSS_S)
+    two = machines(2, 8)
+    crossing = loads(two, collective(two, "all_reduce", all_devices(two), 8e9), "fabric")
+    assert len(crossing) == 2 * 2 * 8
+    assert list(crossing.values()) == pytest.approx([1e9] * len(crossing))  # a ring would take 2 x 15/16 of 8e9 over 8 cards
+
+
+def test_trees_join_nodes_of_unequal_numbers_of_devices() -> None:
+    # 3 and 2 devices: sixths. Whoever has a slice sends it and gets it back summed, and every card carries its slices.
+    found = machines(2, 3, card_bytes_per_s=1e9)
+    transfer = collective(found, "all_reduce", ["n0/0", "n0/1", "n0/2", "n1/0", "n1/1"], 6e9)
+    out = {name: num_bytes for name, num_bytes in loads(found, transfer).items() if name.endswith(">fabric")}
+    assert out == pytest.approx(
+        {"n0/nic0>fabric": 2e9, "n0/nic1>fabric": 2e9, "n0/nic2>fabric": 2e9, "n1/nic0>fabric": 3e9, "n1/nic1>fabric": 3e9}
+    )
+
+
+def test_among_cpus_there_are_rings_alone() -> None:
+    found = machines(2, 4, "CPU", "nvlink")
+    names = all_devices(found)
+    for num_bytes in (1.0, 1e10):
+        assert collective(found, "all_reduce", names, num_bytes) == ring(found, "all_reduce", names, num_bytes)
+
+
+def test_an_all_to_all_sends_every_other_device_its_part_at_once() -> None:
+    two = machines(2, 2)
+    transfer = collective(two, "all_to_all", all_devices(two), 400.0, count=3)
+    expected = dict.fromkeys((f"n{i}/{j}>nvlink" for i in (0, 1) for j in (0, 1)), 3 * 100.0)
+    expected |= dict.fromkeys((f"n{i}/nic{j}>fabric" for i in (0, 1) for j in (0, 1)), 3 * 200.0)
+    found = loads(two, transfer)
+    assert {name: num_bytes for name, num_bytes in found.items() if name in expected} == pytest.approx(expected)
+    assert transfer.num_bytes == pytest.approx(3 * 4 * 300)
+    assert transfer.latency_s == pytest.approx(3 * (START_S + ACROSS_S + 3 * ACROSS_STEP_S))
+
+
+def test_keys_and_values_go_round_a_ring_in_as_many_messages_as_steps() -> None:
+    found = machines(1, 4)
+    transfer = ring_exchange(found, ["n0/2", "n0/0", "n0/1", "n0/3"], 100.0, 3)
+    assert list(loads(found, transfer).values()) == pytest.approx(8 * [300.0])
+    assert transfer.latency_s == pytest.approx(3 * (START_S + LATENCY_S + STEP_S))
+    assert ring_exchange(found, ["n0/0"], 100.0, 3) == NOTHING
+    assert ring_exchange(found, ["n0/0", "n0/1"], 100.0, 0) == NOTHING
+
+
+def test_every_collective_and_message_has_its_start() -> None:
+    found = machines(1, 4, "A100-80GB-SXM")
+    names = all_devices(found)
+    assert collective(found, "all_gather", names, 1.0, 5).latency_s == pytest.approx(5 * (START_S + 3 * LATENCY_S))
+    sent = between_lanes(found, names[:1], names[1:2], 1.0, sequence_parallel=False)
+    assert sent.latency_s == pytest.approx(START_S + LATENCY_S + STEP_S)
+
+
+# --- Published measurements ------------------------------------------------------------------------------------------
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize(
+    ("gpu", "intra", "gpus", "kind", "num_bytes", "measured_s", "tolerance"),
+    [
+        # ml-engineering, network/README.md: bus bandwidths, and 43.83 us
+        ("A100-80GB-SXM", "nvswitch", 8, "all_reduce", 16 * GIB, 1.75 * 16 * GIB / 234.89e9, 0.05),
+        ("A100-80GB-SXM", "nvswitch", 8, "all_reduce", 32_768, 43.83e-6, 0.10),
+        ("H200", "nvswitch", 8, "all_reduce", 16 * GIB, 1.75 * 16 * GIB / 482.26e9, 0.08),
+        ("H200", "nvswitch", 8, "all_reduce", 64 * MIB, 1.75 * 64 * MIB / 346.51e9, 0.08),
+        ("H200", "nvswitch", 8, "all_gather", 16 * GIB, 0.875 * 16 * GIB / 361.4e9, 0.08),
+        # vTrain, trace/a100: AR_GPU2 and AR_GPU4 of 256 MiB
+        ("A100-80GB-SXM", "nvswitch", 2, "all_reduce", 256 * MIB, 256 * MIB / 184.39e9, 0.25),
+        ("A100-80GB-SXM", "nvswitch", 4, "all_reduce", 256 * MIB, 1.5 * 256 * MIB / 208.73e9, 0.12),
+        # tinygrad, open-gpu-kernel-modules 22
+        ("RTX4090", "pcie4", 4, "all_reduce", 64 * MIB, 1.5 * 64 * MIB / 12.76e9, 0.10),
+    ],
+)
+def test_the_constants_give_published_times(
+    gpu: str, intra: str, gpus: int, kind: str, num_bytes: float, measured_s: float, tolerance: float
+) -> None:
+    rate = gpu_kind(gpu).nvlink_bytes_per_s or 24e9
+    inside = Intra(intra, rate, latency_s=links().latency_s[intra], step_s=links().step_s)
+    found = Network(Cluster("c", (Node("a", gpu_kind(gpu), gpus, inside),), Fabric(start_s=links().start_s)))
+    assert seconds(found, kind, all_devices(found), num_bytes) == pytest.approx(measured_s, rel=tolerance)
 
 
 # --- Collectives over lanes ------------------------------------------------------------------------------------------

@@ -10,20 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cost.compute import ComputeCost, TensorCollective, optimizer_bytes
-from sim.cost.pieces import head_seconds, layer_seconds, slowest
+from sim.cost.pieces import layer_seconds
 from sim.spec.cluster import Cluster, Intra, Nic, Node
-from sim.spec.gpu import Efficiency, GpuKind
+from sim.spec.gpu import Efficiency, GpuKind, gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, Lane, OptimizerStep, SendActivation
 from sim.spec.reading import InputError
-from sim.spec.transformer import Moe, Transformer
+from sim.spec.stack import Stack
+from sim.spec.transformer import Transformer
 
 NEVER = 1e30  # a rate so high that nothing takes time at it
 
 # Per layer: 4 x 8 x 8 + 3 x 8 x 16 = 640 weights in matmuls. A sequence of 4 tokens: 2 x 4 x 640 = 5120 FLOP of matmuls and
 # 4 x 4 x 4 x 8 = 512 of attention, of which causality leaves half. Head: 2 x 4 x 8 x 10 = 640 FLOP.
 TINY = Transformer(name="tiny", layers=4, hidden=8, ffn=16, heads=2, vocab=10)
-IDEAL = Efficiency(1.0, 0.0, 1.0, 1.0, 0.0)
+ATTENTION = 512 / 2
+IDEAL = Efficiency(
+    matmul_fraction=1.0,
+    fp32_fraction=1.0,
+    matmul_half_s=0.0,
+    matmul_traffic=0.0,
+    attention_fraction=1.0,
+    attention_keys=0.0,
+    attention_rows=0.0,
+    memory_fraction=1.0,
+    launch_s=0.0,
+)
+STACK = Stack("ideal")
 
 
 def kind(
@@ -78,68 +91,31 @@ def seconds(plan: Plan, cluster: Cluster, instruction: object, stage: int = 0) -
 
 
 def test_a_forward_takes_its_flop_at_peak_where_nothing_else_takes_time() -> None:
-    assert seconds(plan(), cluster(kind()), Forward(0, (0, 4))) == pytest.approx(4 * (5120 + 256) + 640)
+    assert seconds(plan(), cluster(kind()), Forward(0, (0, 4))) == pytest.approx(4 * (5120 + ATTENTION) + 640)
 
 
-def test_a_backward_takes_twice_the_matmuls_and_two_and_a_half_times_the_attention() -> None:
-    assert seconds(plan(), cluster(kind()), Backward(0, (0, 4))) == pytest.approx(4 * (2 * 5120 + 2.5 * 256) + 2 * 640)
+def test_a_backward_takes_twice_the_matmuls_and_three_times_the_attention() -> None:
+    assert seconds(plan(), cluster(kind()), Backward(0, (0, 4))) == pytest.approx(4 * (2 * 5120 + 3 * ATTENTION) + 2 * 640)
 
 
 def test_the_input_half_has_the_attention_and_the_weight_half_has_matmuls_only() -> None:
-    assert seconds(plan(), cluster(kind()), BackwardInput(0, (0, 4))) == pytest.approx(4 * (5120 + 2.5 * 256) + 640)
+    assert seconds(plan(), cluster(kind()), BackwardInput(0, (0, 4))) == pytest.approx(4 * (5120 + 3 * ATTENTION) + 640)
     assert seconds(plan(), cluster(kind()), BackwardWeight(0, (0, 4))) == pytest.approx(4 * 5120 + 640)
 
 
 def test_bytes_bound_a_kind_whose_peak_is_never_reached() -> None:
     # Per token in elements of 2 bytes: norms and residuals 10 x 8, rotary 2 x 16, swiglu 3 x 16, attention 4 x 8. Head: norm
     # 2 x 8, and 10 logits of 2 + 4 bytes cast and 4 + 4 in the softmax. Embedding: 2 x 8.
-    layer, norm, logits, embedding = 4 * 2 * (80 + 32 + 48 + 32), 4 * 2 * 16, 4 * 10 * 14, 4 * 2 * 16
+    # Backward: attention twice, the logits once, the rest one and a half times.
+    rest, attention, norm, logits, embedding = 4 * 2 * (80 + 32 + 48), 4 * 2 * 32, 4 * 2 * 16, 4 * 10 * 14, 4 * 2 * 16
     slow = cluster(kind(NEVER, 1.0))
-    assert seconds(plan(), slow, Forward(0, (0, 4))) == pytest.approx(4 * layer + embedding + norm + logits)
-    assert seconds(plan(), slow, Backward(0, (0, 4))) == pytest.approx(2 * (4 * layer + embedding + norm) + logits)
-
-
-def test_each_kernel_is_launched_and_each_matmul_saturates() -> None:
-    # 4 matmuls (query-key-value, output, gate-up, down), attention, 2 norms, 2 residuals, rotary, activation.
-    overheads = kind(NEVER, NEVER, Efficiency(0.5, 3.0, 1.0, 1.0, 100.0))
-    layer = layer_seconds(overheads, TINY, 1, 4)
-    assert layer.forward_s == pytest.approx(4 * 3.0 / 0.5 + 11 * 100)
-    assert layer.backward_s == pytest.approx(2 * layer.forward_s)
-    assert layer.backward_weight_s == pytest.approx(4 * 3.0 / 0.5 + 4 * 100)
-
-
-def test_efficiencies_divide_the_rate_they_are_about() -> None:
-    ideal, half = kind(2.0, 3.0), kind(2.0, 3.0, Efficiency(0.5, 0.0, 0.5, 0.5, 0.0))
-    assert layer_seconds(half, TINY, 1, 4).forward_s == pytest.approx(2 * layer_seconds(ideal, TINY, 1, 4).forward_s)
-
-
-def test_a_sliding_window_leaves_the_attention_to_the_keys_it_shows() -> None:
-    # Window 1 of 4 keys: each token sees itself; by the formula 1 x (1 - 1 / 8) keys, where causality alone leaves 2.
-    window = layer_seconds(kind(), replace(TINY, sliding_window=1), 1, 4)
-    assert window.attention_s == pytest.approx(512 / 4 * (1 - 1 / 8))
-    assert layer_seconds(kind(), replace(TINY, sliding_window=4), 1, 4).attention_s == pytest.approx(256)
-
-
-def test_two_tensor_parallel_ranks_halve_the_flop_of_each() -> None:
-    whole, half = layer_seconds(kind(), TINY, 1, 4), layer_seconds(kind(), TINY, 1, 4, 2)
-    assert half.forward_s == pytest.approx(whole.forward_s / 2)
-    assert head_seconds(kind(), TINY, 1, 4, 2).forward_s == pytest.approx(head_seconds(kind(), TINY, 1, 4).forward_s / 2)
-
-
-def test_only_the_chosen_experts_compute() -> None:
-    experts = replace(TINY, experts=Moe(experts=4, top_k=1, ffn=16))
-    router = 2 * 4 * 8 * 4
-    assert layer_seconds(kind(), experts, 1, 4).forward_s == pytest.approx(5120 + 256 + router)
-
-
-def test_below_16_bits_only_the_matmuls_of_the_layers_are_faster() -> None:
-    both = GpuKind("toy", 2**40, {"bf16": 1.0, "fp8": 2.0}, NEVER, None, 0.0, 1.0, None, IDEAL)
-    assert layer_seconds(both, TINY, 1, 4, precision="fp8").forward_s == pytest.approx(5120 / 2 + 256)
-    assert head_seconds(both, TINY, 1, 4, precision="fp8").forward_s == pytest.approx(640)
+    assert seconds(plan(), slow, Forward(0, (0, 4))) == pytest.approx(4 * (rest + attention) + embedding + norm + logits)
+    backward = 1.5 * (4 * rest + embedding + norm) + 2 * 4 * attention + logits
+    assert seconds(plan(), slow, Backward(0, (0, 4))) == pytest.approx(backward)
 
 
 def test_the_ends_belong_to_the_parts_with_the_first_and_the_last_layer() -> None:
-    layer, world = 5120 + 256, cluster(kind(), kind(), kind())
+    layer, world = 5120 + ATTENTION, cluster(kind(), kind(), kind())
     split = plan([(0, 0), (0, 4), (4, 4)])
     assert seconds(split, world, Forward(0, (0, 0)), 0) == pytest.approx(0)
     assert seconds(split, world, Forward(0, (0, 4)), 1) == pytest.approx(4 * layer)
@@ -179,11 +155,143 @@ def test_zero_divides_the_optimizer_step_over_the_lanes_that_hold_a_layer() -> N
     assert seconds(plans[0], world, OptimizerStep()) == pytest.approx(3 * seconds(plans[1], world, OptimizerStep()))
 
 
+# --- The host --------------------------------------------------------------------------------------------------------
+
+HALF = Stack("slow host", host_s=0.5)
+TWICE = 2 * (5120 + ATTENTION)  # of the FLOP of a layer forward
+FORWARD, BACKWARD = Forward(0, (0, 4)), Backward(0, (0, 4))
+
+
+def both(plan: Plan, gpu: GpuKind, instruction: object, stack: Stack = HALF, stage: int = 0) -> tuple[float, float]:
+    """The seconds of an instruction, and those of them in which the GPU waits for the host."""
+    cost = ComputeCost(plan, cluster(*[gpu] * 12), stack=stack)
+    here = replace(lane(plan, stage), context_parallel=plan.context_parallel)
+    return cost.seconds(here, instruction), cost.gap_s(here, instruction)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "recompute", "kernels"),
+    [
+        # 11 a layer forward, 18 and 4 backward; the head 4, 5 and 1, the embedding 1, 0 and 2.
+        (FORWARD, "none", 4 * 11 + 1 + 4),
+        (BACKWARD, "none", 4 * (18 + 4) + 2 + 5 + 1),
+        (BackwardInput(0, (0, 4)), "none", 4 * 18 + 5),
+        (BackwardWeight(0, (0, 4)), "none", 4 * 4 + 2 + 1),
+        (BACKWARD, "full", 4 * (18 + 4 + 11) + 2 + 5 + 1),
+        (BACKWARD, "selective", 4 * (18 + 4 + 1) + 2 + 5 + 1),
+        (Forward(0, (1, 3)), "none", 2 * 11),
+    ],
+)
+def test_an_instruction_takes_no_less_than_the_host_needs_for_its_kernels(
+    instruction: object, recompute: str, kernels: int
+) -> None:
+    given = plan(recompute=recompute)
+    assert both(given, kind(NEVER), instruction) == pytest.approx((kernels / 2, kernels / 2))
+    # A GPU that takes just as long: the cube root of 2 times either.
+    alone_s = seconds(given, cluster(kind()), instruction)
+    even = (1.259921049894873 * kernels / 2, 0.259921049894873 * kernels / 2)
+    assert both(given, kind(alone_s / (kernels / 2)), instruction) == pytest.approx(even)
+    # Behind the work of a GPU that takes 100,000 times as long, the host costs nothing.
+    assert 1000 * alone_s > 1e5 * kernels / 2
+    assert both(given, kind(0.001), instruction) == pytest.approx((1000 * alone_s, 0.0), rel=1e-12, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device_s", "expected_s"),
+    [
+        # 11 s of the host are 1331 s^3.
+        (0.0, 11.0),
+        (397 ** (1 / 3), 12.0),  # 1331 + 397 = 1728
+        (11.0, 13.859131548843605),  # 11 times the cube root of 2
+        (866 ** (1 / 3), 13.0),  # 1331 + 866 = 2197
+        (9317 ** (1 / 3), 22.0),  # 8 times 1331, of which 7 times are the GPU's
+        (34606 ** (1 / 3), 33.0),  # 27 times 1331, of which 26 times are the GPU's
+    ],
+)
+def test_the_cubes_of_the_seconds_of_gpu_and_host_add_up(device_s: float, expected_s: float) -> None:
+    # |---- host, 22 kernels of 0.5 s = 11 s ----|  |
+    # |---- GPU, 7.35 s ----|----- waits ------------|  12 s
+    middle, gpu = plan([(0, 1), (1, 3), (3, 4)]), kind(TWICE / device_s if device_s else NEVER)
+    gap_s = expected_s - device_s
+    assert both(middle, gpu, Forward(0, (1, 3)), stage=1) == pytest.approx((expected_s, gap_s))
+    # The seconds of each micro-batch come besides, and are no place for collectives.
+    assert both(middle, gpu, Forward(0, (1, 3)), replace(HALF, micro_batch_s=7.0), 1) == pytest.approx((expected_s + 7, gap_s))
+
+
+@given(st.floats(1e-6, 0.2), st.floats(1e-6, 0.2), st.floats(1.0, 100.0))
+def test_gpu_and_host_take_no_less_than_either_and_no_more_than_both_in_turn(device_s: float, host_s: float, k: float) -> None:
+    middle, forward = plan([(0, 1), (1, 3), (3, 4)]), Forward(0, (1, 3))
+
+    def taken(device_s: float, host_s: float) -> tuple[float, float]:
+        return both(middle, kind(TWICE / device_s), forward, Stack("host", host_s=host_s / 22), 1)
+
+    found_s, gap_s = taken(device_s, host_s)
+    slack = 1 + 1e-12
+    assert max(device_s, host_s) <= found_s * slack and found_s <= (device_s + host_s) * slack
+    assert device_s + gap_s == pytest.approx(found_s, rel=1e-12)
+    # Whichever of them takes longer, they take no less together; of two that change places neither counts for more.
+    assert found_s <= taken(k * device_s, host_s)[0] * slack and found_s <= taken(device_s, k * host_s)[0] * slack
+    assert taken(host_s, device_s)[0] == pytest.approx(found_s, rel=1e-12)
+    # Where both take k times as long, all of it does.
+    assert taken(k * device_s, k * host_s)[0] == pytest.approx(k * found_s, rel=1e-12)
+    # Without a host the GPU alone decides, to the last bit.
+    alone_s = seconds(middle, cluster(*[kind(TWICE / device_s)] * 3), forward, 1)
+    assert taken(device_s, 0.0) == (alone_s, 0.0) and alone_s == pytest.approx(device_s)
+
+
+def test_the_host_is_as_fast_beside_an_exchange() -> None:
+    given, gpu = plan(), kind(NEVER)
+    here = replace(lane(given), split="all")
+    for slowdown in (0.0, 0.5):
+        cost = ComputeCost(given, cluster(gpu), stack=replace(HALF, overlap_slowdown=slowdown))
+        assert cost.seconds(here, FORWARD) == pytest.approx(49 / 2)
+
+
+def test_the_host_launches_collectives_too() -> None:
+    # One stage: 8 sums in layers, one of the embedding, three for the cross-entropy. Every layer of a ring of context ranks: one.
+    assert both(plan(degree=2), kind(NEVER), FORWARD)[0] == pytest.approx((49 + 12) / 2)
+    assert both(plan(degree=2, context_parallel=2), kind(NEVER), FORWARD)[0] == pytest.approx((49 + 4) / 2)
+
+
+def test_tensor_collectives_are_issued_rank_by_rank_where_there_are_several_stages() -> None:
+    by_rank = Stack("by rank", tensor_host_s=0.25)
+    stages = [(0, 1), (1, 3), (3, 4)]
+    for degree in (2, 4):
+        # Two layers sum twice each.
+        assert both(plan(stages, degree=degree), kind(NEVER), Forward(0, (1, 3)), by_rank, 1)[0] == pytest.approx(4 * degree / 4)
+        assert both(plan(degree=degree), kind(NEVER), FORWARD, by_rank)[0] == pytest.approx(0.0)
+    together = replace(by_rank, host_s=0.5)
+    assert both(plan(stages, degree=2), kind(NEVER), Forward(0, (1, 3)), together, 1)[0] == pytest.approx((22 + 4) / 2 + 2)
+    # Context ranks exchange keys and values, which is no tensor collective.
+    ring = plan(stages, degree=2, context_parallel=2)
+    assert both(ring, kind(NEVER), Forward(0, (1, 3)), by_rank, 1)[0] == pytest.approx(0.0)
+    # Of two tensor ranks on each of two context ranks, two take part in a collective.
+    squared = plan(stages, degree=4, context_parallel=2)
+    assert both(squared, kind(NEVER), Forward(0, (1, 3)), by_rank, 1)[0] == pytest.approx(4 * 2 / 4)
+
+
+def test_a_stage_whose_host_is_slow_takes_hardly_longer_for_many_tokens_than_for_one() -> None:
+    gpu = gpu_kind("A100-80GB-SXM")
+    model = Transformer(name="llama-7b", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000)
+    stages = [(0, 1), (1, 31), (31, 32)]
+
+    def taken(length: int, host_s: float) -> float:
+        given = replace(plan(stages, model), sequence_length=length)
+        return both(given, gpu, Forward(0, (1, 31)), Stack("any", host_s=host_s), 1)[0]
+
+    # The GPU is busy twice as long with 128 tokens as with one, but with neither for a half of the host's 33 ms: no more than
+    # the cube root of 1 + 1/8 of them.
+    launched_s = 30 * 11 * 100e-6
+    assert launched_s / 2 > taken(128, 0.0) > 2 * taken(1, 0.0)
+    assert launched_s < taken(1, 100e-6) < taken(128, 100e-6) < 1.0401 * launched_s
+    assert taken(4096, 100e-6) > taken(4096, 0.0) > launched_s
+
+
 # --- Recompute -------------------------------------------------------------------------------------------------------
 
 
 def test_full_recompute_adds_exactly_one_forward_of_the_layers() -> None:
-    world, layer = cluster(kind(3.0, 7.0)), layer_seconds(kind(3.0, 7.0), TINY, 1, 4)
+    world, layer = cluster(kind(3.0, 7.0)), layer_seconds(kind(3.0, 7.0), STACK, TINY, 1, 4)
     for instruction in (Backward(0, (0, 4)), BackwardInput(0, (0, 4))):
         added = seconds(plan(recompute="full"), world, instruction) - seconds(plan(), world, instruction)
         assert added == pytest.approx(4 * layer.forward_s)
@@ -195,7 +303,7 @@ def test_selective_recompute_adds_exactly_one_forward_of_the_attention() -> None
     world = cluster(kind())
     for instruction in (Backward(0, (0, 4)), BackwardInput(0, (0, 4))):
         added = seconds(plan(recompute="selective"), world, instruction) - seconds(plan(), world, instruction)
-        assert added == pytest.approx(4 * 256)
+        assert added == pytest.approx(4 * ATTENTION)
 
 
 def test_of_a_part_only_the_layers_among_the_first_n_are_recomputed() -> None:
@@ -204,18 +312,23 @@ def test_of_a_part_only_the_layers_among_the_first_n_are_recomputed() -> None:
     some = replace(base, pipelines=(replace(base.pipelines[0], stages=(stage,)),))
     for part, recomputed in (((0, 2), 2), ((2, 4), 1), ((3, 4), 0), ((0, 4), 3), ((1, 3), 2)):
         added = seconds(some, world, Backward(0, part)) - seconds(base, world, Backward(0, part))
-        assert added == pytest.approx(recomputed * (5120 + 256))
+        assert added == pytest.approx(recomputed * (5120 + ATTENTION))
 
 
 # --- Laws ------------------------------------------------------------------------------------------------------------
 
+fractions, overheads_s = st.floats(0.1, 1.0), st.floats(0.0, 1e-4)
 efficiencies = st.builds(
     Efficiency,
-    st.floats(0.1, 1.0),
-    st.floats(0.0, 1e-4),
-    st.floats(0.1, 1.0),
-    st.floats(0.1, 1.0),
-    st.floats(0.0, 1e-4),
+    matmul_fraction=fractions,
+    fp32_fraction=fractions,
+    matmul_half_s=overheads_s,
+    matmul_traffic=st.floats(0.0, 1.0),
+    attention_fraction=fractions,
+    attention_keys=st.floats(0.0, 1e3),
+    attention_rows=st.floats(0.0, 1e5),
+    memory_fraction=fractions,
+    launch_s=overheads_s,
 )
 kinds = st.builds(kind, st.floats(1e6, 1e15), st.floats(1e6, 1e13), efficiencies)
 
@@ -245,21 +358,6 @@ def test_a_kind_that_is_k_times_faster_in_everything_takes_one_kth(gpu: GpuKind,
     for instruction in (Forward(0, (0, 4)), Backward(0, (0, 4)), OptimizerStep()):
         taken = seconds(plan(), cluster(gpu), instruction)
         assert seconds(plan(), cluster(fast), instruction) == pytest.approx(taken / k)
-
-
-@given(kinds, st.integers(1, 3))
-def test_matmuls_without_attention_and_traffic_take_twice_as_long_backward(gpu: GpuKind, sequences: int) -> None:
-    pure = kind(gpu.peak_flop_per_s["bf16"], NEVER, replace(gpu.efficiency, attention_fraction=1.0))
-    layer = layer_seconds(pure, TINY, sequences, 4)
-    attention_s = layer.attention_s - pure.efficiency.launch_s
-    assert layer.backward_s - 2.5 * attention_s == pytest.approx(2 * (layer.forward_s - attention_s))
-
-
-def test_slowest_takes_the_longest_of_every_column() -> None:
-    a, b = layer_seconds(kind(1.0, 9.0), TINY, 1, 4), layer_seconds(kind(9.0, 1.0), TINY, 1, 4)
-    both = slowest([a, b])
-    assert both.forward_s == max(a.forward_s, b.forward_s)
-    assert both.backward_weight_s == max(a.backward_weight_s, b.backward_weight_s)
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------

@@ -90,6 +90,23 @@ def test_sequence_parallelism_needs_tokens_that_the_degree_divides() -> None:
     assert "it has 1023 tokens and the group 2 devices" in found.message
 
 
+def test_context_ranks_take_two_equal_stretches_of_every_sequence() -> None:
+    ranks = plan(devices("a100", 4), context_parallel=2)  # two tensor ranks each
+    assert infeasible(ranks, CLUSTER) is None
+    found = why(replace(ranks, sequence_length=1022))
+    assert (found.reason, found.device) == ("batch", "a100/0")
+    assert "it has 1022 tokens and there are 2 ranks" in found.message
+    # 1028 tokens are 257 in each of 4 stretches, and 514 on a rank, which two tensor ranks divide but four do not.
+    assert infeasible(replace(ranks, sequence_length=1028, sequence_parallel=True), CLUSTER) is None
+    found = why(replace(plan(devices("a100", 8), context_parallel=2), sequence_length=1028, sequence_parallel=True))
+    assert "it has 514 tokens and the group 4 devices" in found.message
+
+
+def test_heads_are_divided_over_tensor_ranks_and_not_over_context_ranks() -> None:
+    assert infeasible(plan(devices("a100", 8), context_parallel=2), CLUSTER) is None  # 12 heads over 4
+    assert why(plan(devices("a100", 8))).reason == "heads"
+
+
 def test_the_device_that_lacks_most_memory_is_named_with_its_parts() -> None:
     uneven = plan(devices("a100", 8), ("rtx4090-0/2",), ("rtx4090-0/3", "rtx4090-0/4"), model="llama-2-13b")
     found = why(uneven)

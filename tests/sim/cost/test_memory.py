@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.memory import CONTEXT_BYTES, MemoryParts, count_holders, lane_parts, memory_parts, peak_bytes
+from sim.cost.memory import MemoryParts, count_holders, lane_parts, memory_parts, peak_bytes
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.compile import compile_plan, holders
 from sim.spec.counts import total_parameters
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
-from sim.spec.transformer import Transformer, transformer
+from sim.spec.stack import Stack
+from sim.spec.transformer import Moe, Transformer, transformer
 
 TINY = Transformer(name="tiny", layers=8, hidden=64, ffn=128, heads=4, vocab=256, tied_embeddings=True)
 
@@ -234,12 +235,71 @@ def test_each_micro_batch_in_flight_keeps_its_activations() -> None:
     assert memory_parts(gpipe, 0, 3).logits > memory_parts(plan, 0, 3).logits > memory_parts(plan, 0, 2).logits == 0
 
 
+def test_each_context_rank_keeps_its_part_of_every_sequence_and_a_shard_of_the_state() -> None:
+    # Tensor ranks x context ranks; 128 tokens, 32 of them on each context rank.
+    plain = memory_parts(uniform(TINY, tensor=2, sequence_length=128), 0, 0)
+    ranks = memory_parts(uniform(TINY, tensor=8, sequence_length=128, context_parallel=4), 0, 0)
+    assert (ranks.activations, ranks.logits) == (plain.activations // 4, plain.logits // 4)
+    assert (ranks.parameters, ranks.gradients) == (plain.parameters, plain.gradients)
+    assert ranks.optimizer == plain.optimizer // 4
+    block = 32 * 2 * (2 * 16) * 2  # of 4 heads of 16 two on a rank, keys and values, 2 bytes
+    assert ranks.buffers == 4 * block
+
+
+def test_experts_are_divided_over_replicas_and_their_states_over_all() -> None:
+    mixture = replace(TINY, experts=Moe(experts=4, top_k=2, ffn=128))
+    expert, rest = 3 * 64 * 128, 4 * 64 * 64 + 2 * 64 + 64 * 4
+    ends = 256 * 64 + 64
+    parts = memory_parts(uniform(mixture, copies=8, expert_parallel=2), 3, 0)
+    assert parts.parameters == 2 * (8 * (rest + 2 * expert) + ends)
+    assert parts.gradients == 4 * (8 * (rest + 2 * expert) + ends)
+    # Each half of the experts is held by four of the eight, which divide its state: an eighth of all, as of the rest.
+    assert parts.optimizer == 12 * (8 * (rest + 4 * expert) + ends) // 8
+
+
+def test_shard_groups_divide_states_over_their_members_alone() -> None:
+    # Llama 2 7B on 8 GPUs in groups of 4: as without groups on 4 GPUs.
+    grouped = memory_parts(uniform("llama-2-7b", copies=8, zero_stage=3, shard_group=4), 0, 0)
+    assert grouped.parameters == 2 * ((32 // 4 + 2) * 202_383_360 + 2 * 131_072_000 + 4096)
+    assert grouped.optimizer == 12 * 6_738_415_616 // 4
+    assert grouped == memory_parts(uniform("llama-2-7b", copies=4, zero_stage=3), 0, 0)
+
+
+def test_an_offloaded_optimizer_leaves_parameters_and_gradients() -> None:
+    plain, offloaded = (memory_parts(uniform(TINY, offload_optimizer=offload), 0, 0) for offload in (False, True))
+    assert offloaded.optimizer == 0
+    assert (offloaded.parameters, offloaded.gradients) == (plain.parameters, plain.gradients)
+
+
+def test_a_software_stack_says_what_it_holds_besides() -> None:
+    plan, count = uniform(TINY, sequence_length=32), total_parameters(TINY)
+    plain = memory_parts(plan, 0, 0)
+    unfused = Stack("test", activation_scale=1.5, logits_scale=2.0, gradient_copy=True, context_bytes=5e9)
+    other = memory_parts(plan, 0, 0, software=unfused)
+    assert other.gradients == 6 * count == plain.gradients + 2 * count
+    assert (other.activations, other.working, other.logits) == (plain.activations * 1.5, plain.working * 1.5, plain.logits * 2)
+    assert (other.context - plain.context, other.parameters) == (5e9 - 2**30, plain.parameters)
+    # No copy beside gradients that are summed in the training precision.
+    in_bf16 = replace(plan, gradient_precision="bf16")
+    assert memory_parts(in_bf16, 0, 0, software=unfused).gradients == 2 * count
+    assert peak_bytes(plan, replace(cluster(1), stack=unfused))["gpu/0"] == other.total
+
+
+def test_without_flash_attention_the_scores_of_every_layer_are_kept_unless_recomputed() -> None:
+    scores, sums = 2 * 4 * 32 * 32, 4 * 4 * 32  # 4 heads, 32 x 32, 2 bytes; with a flash kernel a sum of 4 bytes a row
+    for mode, differ in (("none", 8 * (scores - sums)), ("selective", 0)):
+        plan = uniform(TINY, sequence_length=32, recompute=mode)
+        flash, plain = (memory_parts(plan, 0, 0, software=Stack("test", flash_attention=kernel)) for kernel in (True, False))
+        assert plain.activations - flash.activations == differ
+        assert plain.working > flash.working
+
+
 def test_every_device_of_the_plan_has_the_peak_of_its_lane() -> None:
     plan = uniform(TINY, tensor=2, depth=2, copies=2)
     peaks = peak_bytes(plan, cluster(8))
     assert tuple(peaks) == plan.devices
     assert peaks["gpu/6"] == peaks["gpu/7"] == memory_parts(plan, 1, 1).total
-    assert all(type(peak) is int and peak > CONTEXT_BYTES for peak in peaks.values())
+    assert all(type(peak) is int and peak > 2**30 for peak in peaks.values())
 
 
 def test_a_lane_that_is_not_there_is_refused() -> None:

@@ -1,0 +1,219 @@
+"""The transfers of a program's instructions: those inside a computation, the messages between stages, and the exchanges of
+gradients and parameters. Both judges take them from here.
+
+A context rank of a lane is, for the exchanges, a copy of the layers like any other: gradients are summed over all of them, and
+ZeRO divides over all of them (as Megatron-LM does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from sim.cost.collectives import across_lanes, between_lanes, collective, ring_exchange
+from sim.cost.compute import ComputeCost, TensorCollective
+from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
+from sim.spec.cluster import Cluster
+from sim.spec.counts import (
+    PRECISION_BYTES,
+    boundary_bytes,
+    embedding_parameters,
+    head_parameters,
+    layer_parameter_parts,
+)
+from sim.spec.plan import Plan
+from sim.spec.program import Collective, Compute, Lane, OptimizerStep, ReduceGradients, Send
+from sim.spec.stack import Stack
+
+Groups = Sequence[tuple[str, ...]]
+"""Tensor-parallel groups that hold the same layers."""
+
+
+# --- Inside a computation --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one instruction takes: its computation, the collectives that hide behind it, and those that follow it."""
+
+    seconds: float
+    beside: Transfer = NOTHING
+    after: Transfer = NOTHING
+
+    def alone_s(self, network: Network) -> float:
+        """Seconds of it all where nothing else uses its links."""
+        return max(self.seconds, network.alone_s(self.beside)) + network.alone_s(self.after)
+
+
+Inner: TypeAlias = tuple[Transfer, Transfer, Transfer]
+"""The transfers inside one instruction, of tensor ranks, context ranks and experts, at the rate that they reach alone."""
+
+
+def inner(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> Inner:
+    """The transfers inside one instruction of a lane, whatever the constants of kinds and stack."""
+    found = cost.collectives(lane, instruction)
+    tensor, context, expert = (
+        together(_inside(network, cost, lane, one) for one in found if one.group == group) if found else NOTHING
+        for group in ("tensor", "context", "expert")
+    )
+    return tensor, context, expert
+
+
+def work(
+    network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep, known: Inner | None = None
+) -> Work:
+    """What one instruction of a lane takes; `known` may be given where `inner` was asked before.
+
+    Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest as
+    fits where the GPU waits for the host. Each but the last of the
+    steps that context ranks attend in hides the next one's keys and values: what of their transfer takes longer is exposed.
+    """
+    seconds = cost.seconds(lane, instruction)
+    transfers = known if known is not None else inner(network, cost, lane, instruction)
+    if isinstance(instruction, OptimizerStep) or not any(transfers):
+        return Work(seconds)
+    stack, ranks = cost.stack, lane.context_parallel
+    tensor, context, expert = (_slowed(transfer, stack) for transfer in transfers)
+    hidden = 0.0
+    if context:
+        hidden = min(1.0, cost.attention_s(lane, instruction) * (ranks - 1) / ranks / network.alone_s(context))
+    overlapped = stack.tensor_overlap
+    if tensor and (gap_s := cost.gap_s(lane, instruction)):
+        exposed_s = (1 - overlapped) * network.alone_s(tensor)
+        overlapped += (1 - overlapped) * min(1.0, gap_s / exposed_s) if exposed_s else 0.0
+    beside = together([_part(tensor, overlapped), _part(context, hidden)])
+    after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
+    return Work(seconds, beside, after)
+
+
+def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:
+    """One entry of the collectives inside an instruction, over all groups of the lane at once."""
+    num_bytes, count = one.num_bytes, one.count
+    if one.group == "expert":
+        return scaled(_dispatch(network, cost, lane), num_bytes, count)
+    if one.group == "context":
+        steps = count * (lane.context_parallel - 1)
+        rings = zip(*lane.tensor_groups, strict=True)
+        return at_once([ring_exchange(network, devices, num_bytes, steps) for devices in rings])
+    return at_once([collective(network, one.kind, devices, num_bytes, count) for devices in lane.tensor_groups])
+
+
+def _dispatch(network: Network, cost: ComputeCost, lane: Lane) -> Transfer:
+    """A lane's part in one all-to-all among the holders of its layers' experts, of one byte a device: what its own send.
+
+    All lanes of the group do the same at the same time, so that their parts together are the whole.
+    """
+    degree, fabric = cost.plan.expert_parallel, network.cluster.fabric
+    sent = network.transfer(
+        (here, there, 1 / degree)
+        for group in lane.tensor_groups
+        for other in cost.expert_groups(lane.stage)[group]
+        for here, there in zip(group, other, strict=True)
+    )
+    return replace(sent, latency_s=fabric.start_s + sent.latency_s + (degree - 1) * fabric.step_s)
+
+
+def switch_owners(plan: Plan, lanes: Sequence[Lane], cluster: Cluster) -> set[str]:
+    """The lanes whose devices share one NVLink node that no other lane has devices on; none where lanes share experts."""
+    if plan.expert_parallel > 1:
+        return set()
+    lanes_on: dict[str, set[str]] = {}
+    nodes_of: dict[str, set[str]] = {}
+    nvlink: dict[str, bool] = {}
+    for lane in lanes:
+        for name in lane.devices:
+            node = cluster.device(name).node
+            lanes_on.setdefault(node.name, set()).add(lane.name)
+            nodes_of.setdefault(lane.name, set()).add(node.name)
+            nvlink[node.name] = node.intra.is_nvlink
+    return {
+        name
+        for name, nodes in nodes_of.items()
+        if len(nodes) == 1 and all(nvlink[node] and len(lanes_on[node]) == 1 for node in nodes)
+    }
+
+
+# --- Between lanes ---------------------------------------------------------------------------------------------------
+
+
+def message(network: Network, plan: Plan, sender: Lane, receiver: Lane, instruction: Send) -> Transfer:
+    """The transfer of an activation, or its gradient, between two lanes; each context rank sends its part of the sequences."""
+    start, stop = instruction.sequences
+    num_bytes = boundary_bytes(plan.transformer, stop - start, plan.sequence_length, PRECISION_BYTES[plan.precision])
+    pairs = list(zip(sender.tensor_groups, receiver.tensor_groups, strict=True))
+    return at_once([between_lanes(network, a, b, num_bytes / len(pairs), plan.sequence_parallel) for a, b in pairs])
+
+
+def exchange(
+    network: Network, plan: Plan, instruction: Collective, members: Sequence[Lane], stack: Stack | None = None
+) -> Transfer:
+    """The transfer of a gradient reduction or parameter gather over its members, with the cluster's stack if none is given.
+
+    Experts that expert parallelism divides are exchanged among the groups that hold the same ones, after everything else.
+    """
+    model, stack = plan.transformer, stack if stack is not None else network.cluster.stack
+    start, stop = instruction.layers
+    experts = 0
+    if start < stop:
+        parts = layer_parameter_parts(model)
+        experts = (stop - start) * parts.experts if plan.expert_parallel > 1 else 0
+        parameters = (stop - start) * parts.total - experts
+    else:
+        parameters = embedding_parameters(model) if start == 0 else head_parameters(model)
+    reduce = isinstance(instruction, ReduceGradients)
+    element_bytes = PRECISION_BYTES[plan.gradient_precision if reduce else plan.precision]
+    groups = [group for lane in members for group in lane.tensor_groups]
+    found = _exchanged(network, plan, reduce, groups, parameters * element_bytes)
+    if experts:
+        degree = plan.expert_parallel
+        share_bytes = experts * element_bytes / degree
+        same = [groups[e::degree] for e in range(degree)]
+        found = together([found, at_once([_exchanged(network, plan, reduce, holding, share_bytes) for holding in same])])
+    # Parts cut a tensor's bytes, not what each of its collectives waits for.
+    times = stack.exchange_parts * max(1, stop - start) if stack.exchange_parts > 1 else 1.0
+    return _slowed(replace(found, latency_s=found.latency_s * times), stack)
+
+
+def _exchanged(network: Network, plan: Plan, reduce: bool, groups: Groups, num_bytes: float) -> Transfer:
+    """A reduction or gather of `num_bytes` over some groups.
+
+    With shard groups the gradients are scattered inside each, and what every member then has is summed with its equals of the
+    other groups; parameters are gathered inside each (hybrid sharding: Zhao et al., 2023, arXiv:2304.11277, section 3.2.2).
+    """
+    if not reduce:
+        return at_once([across_lanes(network, "all_gather", part, num_bytes) for part in _sharding(plan, groups)])
+    if plan.zero_stage == 0:
+        return across_lanes(network, "all_reduce", groups, num_bytes)
+    inside = _sharding(plan, groups)
+    scattered = at_once([across_lanes(network, "reduce_scatter", part, num_bytes) for part in inside])
+    if len(inside) == 1:
+        return scattered
+    size = len(inside[0])
+    summed = [across_lanes(network, "all_reduce", groups[i::size], num_bytes / size) for i in range(size)]
+    return together([scattered, at_once(summed)])
+
+
+def _sharding(plan: Plan, groups: Groups) -> list[Groups]:
+    """The groups by those among which ZeRO divides states."""
+    size = plan.shard_group or len(groups)
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+# --- Transfers -------------------------------------------------------------------------------------------------------
+
+
+def _slowed(transfer: Transfer, stack: Stack) -> Transfer:
+    """A collective at the rate that the stack's collectives reach in training; its bytes take so much more of each link."""
+    if stack.collective_scale == 1:
+        return transfer
+    loads = tuple((link, num_bytes / stack.collective_scale) for link, num_bytes in transfer.loads)
+    return replace(transfer, loads=loads)
+
+
+def _part(transfer: Transfer, fraction: float) -> Transfer:
+    """A part of a transfer, its latency too."""
+    if not 0 < fraction < 1:
+        return transfer if fraction else NOTHING
+    loads = tuple((link, num_bytes * fraction) for link, num_bytes in transfer.loads)
+    return Transfer(loads, transfer.latency_s * fraction, transfer.num_bytes * fraction)

@@ -1,0 +1,555 @@
+"""What a software stack, context, expert and hybrid sharded parallelism put on links and add to seconds, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+
+from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, TensorCollective, optimizer_bytes
+from sim.cost.estimate import Estimate
+from sim.cost.network import Network, Transfer, together
+from sim.cost.traffic import Work, exchange, message, work
+from sim.engine import simulate
+from sim.spec.cluster import Cluster
+from sim.spec.compile import compile_plan
+from sim.spec.counts import layer_parameter_parts, layer_parameters
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Collective,
+    Compute,
+    Forward,
+    GatherParameters,
+    Lane,
+    OptimizerStep,
+    ReduceGradients,
+    SendActivation,
+    dry_run,
+    parse_program,
+    program_text,
+)
+from sim.spec.stack import Stack
+from sim.spec.transformer import Moe, Transformer
+from tests.sim.cost.test_estimate import Watched
+from tests.strategies import worlds
+from tests.worlds import ethernet_cluster
+
+RATE = 1e9
+LAYERS, HIDDEN, TOKENS = 4, 64, 32
+MODEL = Transformer(name="small", layers=LAYERS, hidden=HIDDEN, ffn=128, heads=4, kv_heads=2, vocab=96)
+MIXTURE = replace(MODEL, name="mixture", experts=Moe(experts=4, top_k=2, ffn=128))
+LOSES_NOTHING = Stack("test")
+
+
+def plan(*pipelines: list[str], model: Transformer = MODEL, micro_batches: int = 2, **fields: object) -> Plan:
+    """Pipelines of stages of devices named in one text, with micro-batches of one sequence, cut evenly."""
+    made = []
+    for stages in pipelines:
+        bounds = [round(i * model.layers / len(stages)) for i in range(len(stages) + 1)]
+        cuts = list(pairwise(bounds))
+        parts = [Stage((Replica(tuple(text.split()), 1),), (cut,)) for text, cut in zip(stages, cuts, strict=True)]
+        made.append(Pipeline(1, micro_batches, tuple(parts)))
+    values: dict[str, object] = {"overlap_gradients": False, "zero_stage": 0, **fields}
+    return Plan("tiny", model, TOKENS, micro_batches * len(made), tuple(made), **values)  # type: ignore[arg-type]
+
+
+def world(nodes: int, gpus: int = 1, stack: Stack = LOSES_NOTHING, latency_s: float = 0.0) -> Cluster:
+    return replace(ethernet_cluster([gpus] * nodes, RATE, latency_s=latency_s), stack=stack)
+
+
+def sent_by(network: Network, transfer: Transfer) -> Mapping[str, float]:
+    """Bytes that a transfer puts on each card of a node, outwards."""
+    names = {link: network.links[link].name for link, _ in transfer.loads}
+    return {names[link]: num_bytes for link, num_bytes in transfer.loads if names[link].endswith(">fabric")}
+
+
+def taken(plan: Plan, cluster: Cluster, instruction: object, lane: int = 0, stack: Stack | None = None) -> Work:
+    cost = ComputeCost(plan, cluster, stack=stack)
+    return work(Network(cluster), cost, compile_plan(plan).lanes[lane], instruction)  # type: ignore[arg-type]
+
+
+# --- The software stack ----------------------------------------------------------------------------------------------
+
+
+def seconds(cluster: Cluster, lane: Lane, given: Plan, instruction: object, **stack: float) -> float:
+    return ComputeCost(given, cluster, stack=Stack("test", **stack)).seconds(lane, instruction)  # type: ignore[arg-type]
+
+
+def test_what_a_stage_takes_besides_its_layers_comes_once_for_each_forward_and_each_backward() -> None:
+    given, cluster = plan(["n0/0"]), world(1)
+    lane = compile_plan(given).lanes[0]
+    whole = (0, LAYERS)
+    added = {
+        type(i): seconds(cluster, lane, given, i, micro_batch_s=7.0) - seconds(cluster, lane, given, i)
+        for i in (Forward(0, whole), Backward(0, whole), BackwardInput(0, whole), BackwardWeight(0, whole), OptimizerStep())
+    }
+    assert added == pytest.approx({Forward: 7.0, Backward: 7.0, BackwardInput: 7.0, BackwardWeight: 0.0, OptimizerStep: 0.0})
+    parts = [Backward(1, (2, 4)), Backward(1, (0, 2))]
+    divided = replace(lane, buckets=((0, 2), (2, 4)), split="last")
+    found = [seconds(cluster, divided, given, i, micro_batch_s=7.0) - seconds(cluster, divided, given, i) for i in parts]
+    assert found == pytest.approx([0.0, 7.0])
+
+
+def test_computation_is_slower_beside_the_gradients_of_the_parts_before_it() -> None:
+    given, cluster = plan(["n0/0"]), world(1)
+    lane = replace(compile_plan(given).lanes[0], buckets=((0, 2), (2, 4)))
+
+    def slower(split: str, instruction: object) -> float:
+        here = replace(lane, split=split)
+        return seconds(cluster, here, given, instruction, overlap_slowdown=0.25) / seconds(cluster, here, given, instruction)
+
+    asked = (Forward(0, (0, 4)), Backward(0, (0, 4)), Backward(1, (2, 4)), Backward(1, (0, 2)))
+    assert [slower("none", i) for i in asked] == [1, 1, 1, 1]
+    assert [slower("last", i) for i in asked] == pytest.approx([1, 1, 1, 1.25])
+    assert [slower("all", i) for i in asked] == pytest.approx([1.25] * 4)
+    assert slower("all", OptimizerStep()) == 1
+
+
+def test_an_optimizer_that_moves_twice_the_bytes_takes_twice_the_seconds_and_those_of_the_step_once() -> None:
+    given, cluster = plan(["n0/0"]), world(1)
+    lane = compile_plan(given).lanes[0]
+    alone_s = seconds(cluster, lane, given, OptimizerStep())
+    assert seconds(cluster, lane, given, OptimizerStep(), optimizer_traffic=2.0, step_s=3.0) == pytest.approx(3 + 2 * alone_s)
+
+
+def test_kinds_and_stack_that_are_given_stand_in_the_place_of_the_clusters() -> None:
+    given, cluster = plan(["n0/0"]), world(1)
+    kind = cluster.nodes[0].gpu
+    slow = replace(kind, peak_flop_per_s={p: rate / 2 for p, rate in kind.peak_flop_per_s.items()})
+    slow = replace(slow, memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s / 2)
+    lane, forward = compile_plan(given).lanes[0], Forward(0, (0, LAYERS))
+    ours, theirs = ComputeCost(given, cluster), ComputeCost(given, cluster, {kind.name: slow})
+    assert theirs.seconds(lane, forward) == pytest.approx(2 * ours.seconds(lane, forward))
+    assert ComputeCost(given, cluster, {"other": slow}).seconds(lane, forward) == ours.seconds(lane, forward)
+    assert ComputeCost(given, replace(cluster, stack=Stack("x", step_s=1.0)), stack=LOSES_NOTHING).stack.step_s == 0
+
+
+@pytest.mark.parametrize(
+    ("computed_s", "overlap", "expected_s"), [(10.0, 0.0, 14.0), (10.0, 0.5, 12.0), (1.0, 0.5, 4.0), (1.0, 1.0, 4.0)]
+)
+def test_collectives_hide_behind_computation_by_their_overlap_and_never_take_less_than_alone(
+    computed_s: float, overlap: float, expected_s: float
+) -> None:
+    # compute |----------|            overlap 0.5, compute 10 s, collectives 4 s: two hide, two follow
+    # links   |--        |--|
+    given = plan(["n0/0 n1/0"])
+    cluster = world(2, stack=Stack("test", tensor_overlap=overlap))
+    lane, network = compile_plan(given).lanes[0], Network(cluster)
+
+    class Given(ComputeCost):
+        def seconds(self, lane: Lane, instruction: object) -> float:
+            return computed_s
+
+        def collectives(self, lane: Lane, instruction: object) -> tuple[TensorCollective, ...]:
+            return (TensorCollective("all_gather", 8 * RATE, 1),)  # a half of it goes over each card
+
+    found = work(network, Given(given, cluster), lane, Forward(0, (0, LAYERS)))
+    assert found.alone_s(network) == pytest.approx(expected_s)
+    assert found.beside.num_bytes + found.after.num_bytes == pytest.approx(8 * RATE)
+
+
+def test_the_simulation_takes_what_the_work_takes_alone_with_overlap_too() -> None:
+    given = plan(["n0/0 n1/0"], micro_batches=1)
+    cluster = world(2, stack=Stack("test", tensor_overlap=0.5), latency_s=1e-3)
+    network, lane, whole = Network(cluster), compile_plan(given).lanes[0], (0, LAYERS)
+    cost = ComputeCost(given, cluster)
+    alone_s = [work(network, cost, lane, i).alone_s(network) for i in (Forward(0, whole), Backward(0, whole), OptimizerStep())]
+    assert simulate(given, cluster).iteration_s == pytest.approx(sum(alone_s), rel=1e-12)
+
+
+def test_collectives_at_half_their_rate_take_twice_the_seconds_but_for_the_latency() -> None:
+    given = plan(["n0/0"], ["n1/0"])
+    cluster, members = world(2, latency_s=1.0), compile_plan(given).lanes
+    network, reduction = Network(cluster), ReduceGradients((0, LAYERS))
+    full = exchange(network, given, reduction, members)
+    half = exchange(network, given, reduction, members, Stack("slow", collective_scale=0.5))
+    assert network.alone_s(half) - half.latency_s == pytest.approx(2 * (network.alone_s(full) - full.latency_s))
+    assert (half.latency_s, half.num_bytes) == (full.latency_s, full.num_bytes)
+
+
+# --- A host that is slower than the GPU ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "overlap", "beside_s", "after_s"),
+    [
+        # compute |-- GPU, 6 s --|- waits -|            collectives of 4 s: one fits where the GPU waits a second, three follow
+        # links                            |---|
+        (0.0, 0.0, 0.0, 4.0),
+        (1.0, 0.0, 1.0, 3.0),
+        (4.0, 0.0, 4.0, 0.0),
+        (9.0, 0.0, 4.0, 0.0),
+        # Of half of them that hide behind the GPU's work already, only the other half looks for a place.
+        (1.0, 0.5, 3.0, 1.0),
+        (2.0, 0.5, 4.0, 0.0),
+        (1.0, 1.0, 4.0, 0.0),
+    ],
+)
+def test_tensor_collectives_vanish_where_the_gpu_waits_until_that_is_full(
+    gap_s: float, overlap: float, beside_s: float, after_s: float
+) -> None:
+    given = plan(["n0/0 n1/0"])
+    cluster = world(2, stack=Stack("test", tensor_overlap=overlap))
+    lane, network = compile_plan(given).lanes[0], Network(cluster)
+
+    class Given(ComputeCost):
+        def seconds(self, lane: Lane, instruction: object) -> float:
+            return 6.0 + gap_s
+
+        def gap_s(self, lane: Lane, instruction: object) -> float:
+            return gap_s
+
+        def collectives(self, lane: Lane, instruction: object) -> tuple[TensorCollective, ...]:
+            return (TensorCollective("all_gather", 8 * RATE, 1),)  # a half of it goes over each card
+
+    found = work(network, Given(given, cluster), lane, Forward(0, (0, LAYERS)))
+    assert (network.alone_s(found.beside), network.alone_s(found.after)) == pytest.approx((beside_s, after_s))
+    assert found.alone_s(network) == pytest.approx(6 + gap_s + after_s)
+
+
+def test_keys_and_values_and_tokens_on_their_way_to_experts_find_no_place_there() -> None:
+    ring, experts = plan(["n0/0 n1/0"], context_parallel=2), plan(["n0/0"], ["n1/0"], model=MIXTURE, expert_parallel=2)
+    for given in (ring, experts):
+        after = [taken(given, world(2), Backward(0, (0, LAYERS)), stack=Stack("h", host_s=host_s)).after for host_s in (0.0, 1.0)]
+        assert after[1].num_bytes > 0 and after[1].num_bytes >= after[0].num_bytes * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("instruction", [Forward(0, (0, LAYERS)), Backward(0, (0, LAYERS)), BackwardInput(0, (0, LAYERS))])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_take_as_long_as_the_host_or_as_computation_and_collectives(
+    instruction: Compute, sequence_parallel: bool
+) -> None:
+    # The GPU has done its work, and its links theirs, one after the other; or the host has launched it all, beside that work.
+    given, cluster = plan(["n0/0 n1/0"], sequence_parallel=sequence_parallel), world(2, latency_s=1e-6)
+    network, lane = Network(cluster), compile_plan(given).lanes[0]
+    quick = ComputeCost(given, cluster)
+    device_s = quick.seconds(lane, instruction)
+    both_s = work(network, quick, lane, instruction).alone_s(network)
+    names = {Forward: ("forward",), Backward: ("backward_input", "backward_weight"), BackwardInput: ("backward_input",)}
+    kernels = sum(
+        times * getattr(piece, f"{name}_kernels")
+        for name in names[type(instruction)]
+        for times, piece in zip((LAYERS, 1, 1), quick.pieces(lane), strict=True)
+    )
+    launched = kernels + sum(collective.count for collective in quick.collectives(lane, instruction))
+    assert both_s > device_s
+
+    def found(host_s: float) -> float:
+        slow = ComputeCost(given, cluster, stack=Stack("slow", host_s=host_s / launched))
+        return work(network, slow, lane, instruction).alone_s(network)
+
+    # Their cubes add up, so that a host which leaves a GPU of 1 s busy for 2 s takes the cube root of 7.
+    for least_s in (device_s * 1.001, (device_s + both_s) / 2, both_s * 0.999, both_s * 1.001, both_s * 2, both_s * 5):
+        host_s = (least_s**3 - device_s**3) ** (1 / 3)
+        assert found(host_s) == pytest.approx(max(both_s, least_s), rel=1e-12)
+    # A host of the GPU's own seconds.
+    assert found(device_s) == pytest.approx(max(both_s, 1.259921049894873 * device_s), rel=1e-12)
+
+
+SLOW_HOST = Stack(
+    "slow host",
+    host_s=30e-6,
+    tensor_host_s=20e-6,
+    micro_batch_s=1e-4,
+    gradient_bytes=8.0,
+    loss_traffic=2.0,
+    tensor_overlap=0.2,
+    collective_scale=0.7,
+    exchange_parts=3.0,
+    overlap_slowdown=0.1,
+    optimizer_traffic=2.0,
+    step_s=1e-3,
+)
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "fields"),
+    [
+        ((["n0/0 n0/1", "n1/0 n1/1", "n2/0 n2/1"],), {}),
+        ((["n0/0 n0/1", "n1/0 n1/1"],), {"sequence_parallel": True, "schedule": "zb-1p"}),
+        ((["n0/0 n1/0"], ["n2/0 n3/0"]), {}),
+        ((["n0/0"], ["n1/0"]), {"zero_stage": 3}),
+    ],
+)
+@pytest.mark.parametrize("host_s", [0.0, 3e-6, 30e-6, 1e-3])
+def test_the_estimate_is_the_simulation_however_slow_the_host(
+    pipelines: tuple[list[str], ...], fields: dict[str, object], host_s: float
+) -> None:
+    given = plan(*pipelines, micro_batches=6, **fields)  # type: ignore[arg-type]
+    cluster = world(4, 2, stack=replace(SLOW_HOST, host_s=host_s), latency_s=1e-5)
+    assert Estimate(given, cluster).iteration_s() == pytest.approx(simulate(given, cluster).iteration_s, rel=1e-9)
+
+
+stacks = st.builds(
+    Stack,
+    st.just("any"),
+    flash_attention=st.booleans(),
+    host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
+    tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),
+    micro_batch_s=st.sampled_from((0.0, 1e-4)),
+    gradient_bytes=st.sampled_from((0.0, 8.0)),
+    tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
+    collective_scale=st.sampled_from((0.5, 1.0)),
+    exchange_parts=st.sampled_from((1.0, 12.0)),
+    overlap_slowdown=st.sampled_from((0.0, 0.2)),
+)
+
+
+@drawn(worlds(), stacks)
+def test_where_nothing_is_contended_the_estimate_is_the_simulation_on_any_stack(known: tuple[Cluster, Plan], any_: Stack) -> None:
+    cluster, chosen = replace(known[0], stack=any_), known[1]
+    with pytest.MonkeyPatch.context() as patch:
+        watched = Watched(patch)
+        simulated_s = simulate(chosen, cluster).iteration_s
+    if not watched.contended:
+        assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulated_s, rel=1e-9)
+
+
+# --- Exchanges in parts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "times"), [((0, 4), 4), ((1, 3), 2), ((0, 1), 1), ((0, 0), 1), ((4, 4), 1)])
+@pytest.mark.parametrize("instruction", [ReduceGradients, GatherParameters])
+def test_parts_wait_for_their_latencies_one_after_another_and_move_no_more_bytes(
+    instruction: type[Collective], layers: tuple[int, int], times: int
+) -> None:
+    # A ring of two: one step for a gather, two for a sum, over a network of 1 s; embedding and head are one tensor each.
+    given, cluster = plan(["n0/0"], ["n1/0"], zero_stage=0), world(2, latency_s=1.0)
+    network, members = Network(cluster), compile_plan(given).lanes
+    steps = 2 if instruction is ReduceGradients else 1
+    one, twelve = (
+        exchange(network, given, instruction(layers), members, Stack("parts", exchange_parts=parts)) for parts in (1.0, 12.0)
+    )
+    assert (one.latency_s, twelve.latency_s) == pytest.approx((steps, 12 * times * steps))
+    assert replace(twelve, latency_s=one.latency_s) == one
+    # The cluster's own stack counts where none is given.
+    own = replace(cluster, stack=Stack("parts", exchange_parts=12.0))
+    assert exchange(Network(own), given, instruction(layers), members).latency_s == pytest.approx(12 * times * steps)
+
+
+def test_an_iteration_waits_for_the_parts_of_every_reduction() -> None:
+    # Three sums in turn after the backward, of the head, four layers and the embedding, of two steps of 1 s each.
+    given = plan(["n0/0"], ["n1/0"], zero_stage=0)
+    once, parts = (
+        simulate(given, world(2, stack=Stack("parts", exchange_parts=count), latency_s=1.0)).iteration_s for count in (1.0, 12.0)
+    )
+    assert parts - once == pytest.approx(2 * (12 + 4 * 12 + 12) - 2 * 3)
+
+
+# --- Context parallelism ---------------------------------------------------------------------------------------------
+
+RANKS = ["n0/0 n0/1 n1/0 n1/1 n2/0 n2/1 n3/0 n3/1"]  # two tensor ranks on each of four context ranks
+
+
+def test_the_devices_of_a_lane_are_tensor_ranks_first_then_context_ranks() -> None:
+    (lane,) = compile_plan(plan(RANKS, context_parallel=4)).lanes
+    assert lane.tensor_parallel == 2
+    assert lane.tensor_groups == (("n0/0", "n0/1"), ("n1/0", "n1/1"), ("n2/0", "n2/1"), ("n3/0", "n3/1"))
+
+
+def test_keys_and_values_go_round_the_context_ranks_once_forward_and_twice_backward() -> None:
+    given, cluster = plan(RANKS, context_parallel=4), world(4, 2)
+    network = Network(cluster)
+    # One of 2 key-value heads of 16 on each tensor rank, keys and values, 32 / 4 tokens of 2 bytes; both tensor ranks of a
+    # node send over its one card, each of 3 steps, in each of 4 layers. Tensor ranks meet inside the node.
+    block = 2 * 16 * (TOKENS // 4) * 2
+    for instruction, rounds in ((Forward(0, (0, LAYERS)), 1), (Backward(0, (0, LAYERS)), 2), (BackwardWeight(0, (0, LAYERS)), 0)):
+        found = work(network, ComputeCost(given, cluster), compile_plan(given).lanes[0], instruction)
+        bytes_out = sent_by(network, together([found.beside, found.after]))
+        assert bytes_out == pytest.approx(
+            {f"n{i}/nic0>fabric": LAYERS * rounds * 3 * 2 * block for i in range(4)} if rounds else {}
+        )
+
+
+def test_recomputed_attention_sends_its_keys_and_values_again() -> None:
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        given = plan(RANKS, context_parallel=4)
+        stage = replace(given.pipelines[0].stages[0], recompute=mode)
+        given = replace(given, pipelines=(replace(given.pipelines[0], stages=(stage,)),))
+        found = ComputeCost(given, world(4, 2)).collectives(compile_plan(given).lanes[0], Backward(0, (0, LAYERS)))
+        counts[mode] = sum(c.count for c in found if c.group == "context")
+    assert counts == {"none": 2 * LAYERS, "selective": 3 * LAYERS, "full": 3 * LAYERS}
+
+
+def test_what_of_the_keys_and_values_takes_longer_than_attention_is_exposed() -> None:
+    # Three steps of attention out of four have a transfer beside them: 4 s of attention hide 3 of its 5 s.
+    given, cluster = plan(["n0/0 n1/0 n2/0 n3/0"], context_parallel=4), world(4)
+    lane, network = compile_plan(given).lanes[0], Network(cluster)
+
+    class Given(ComputeCost):
+        attention = 4.0
+
+        def seconds(self, lane: Lane, instruction: object) -> float:
+            return 6.0
+
+        def attention_s(self, lane: Lane, instruction: object) -> float:
+            return self.attention
+
+        def collectives(self, lane: Lane, instruction: object) -> tuple[TensorCollective, ...]:
+            return (TensorCollective("ring", 5 * RATE / 3, 1, "context"),)
+
+    cost = Given(given, cluster)
+    found = work(network, cost, lane, Forward(0, (0, LAYERS)))
+    assert (network.alone_s(found.beside), network.alone_s(found.after)) == pytest.approx((3.0, 2.0))
+    assert found.alone_s(network) == pytest.approx(8.0)
+    cost.attention = 8.0
+    assert work(network, cost, lane, Forward(0, (0, LAYERS))).alone_s(network) == pytest.approx(6.0)
+
+
+def test_each_context_rank_computes_its_part_of_every_sequence() -> None:
+    cluster = world(4)
+    whole, divided = plan(["n0/0"]), plan(["n0/0 n1/0 n2/0 n3/0"], context_parallel=4)
+    for instruction in (Forward(0, (0, LAYERS)), Backward(0, (0, LAYERS))):
+        one, four = (ComputeCost(p, cluster).seconds(compile_plan(p).lanes[0], instruction) for p in (whole, divided))
+        assert four == pytest.approx(one / 4)
+
+
+def test_tensor_collectives_are_of_the_tokens_of_each_context_rank() -> None:
+    lane = compile_plan(plan(RANKS, context_parallel=4)).lanes[0]
+    found = ComputeCost(plan(RANKS, context_parallel=4), world(4, 2)).collectives(lane, Forward(0, (0, 2)))
+    inside = [c for c in found if c.group == "tensor" and c.kind == "all_reduce" and c.count > 1]
+    assert inside[0].num_bytes == TOKENS // 4 * HIDDEN * 2
+
+
+def test_context_ranks_sum_their_gradients_as_replicas_do() -> None:
+    # One pipeline of two context ranks: as two pipelines of one device each.
+    ranks, copies = plan(["n0/0 n1/0"], context_parallel=2), plan(["n0/0"], ["n1/0"])
+    cluster, reduction = world(2), ReduceGradients((0, LAYERS))
+    programs = [compile_plan(p) for p in (ranks, copies)]
+    assert all(reduction in program.lanes[0].instructions for program in programs)
+    network = Network(cluster)
+    found = [exchange(network, p, reduction, program.lanes) for p, program in zip((ranks, copies), programs, strict=True)]
+    assert found[0] == found[1]
+    # A ring of two sends the whole sum once over each card.
+    assert sent_by(network, found[0])["n0/nic0>fabric"] == LAYERS * layer_parameters(MODEL) * 4
+
+
+def test_each_context_rank_sends_its_part_to_its_like() -> None:
+    given, cluster = plan(["n0/0 n1/0", "n2/0 n3/0"], context_parallel=2), world(4)
+    sender, receiver = compile_plan(given).lanes
+    network = Network(cluster)
+    found = message(network, given, sender, receiver, SendActivation(0, 2, receiver.name, (0, 1)))
+    part = TOKENS * HIDDEN * 2 / 2
+    assert sent_by(network, found) == {"n0/nic0>fabric": part, "n1/nic0>fabric": part}
+
+
+def test_programs_with_context_parallelism_round_trip() -> None:
+    program = compile_plan(plan(["n0/0 n1/0", "n2/0 n3/0"], context_parallel=2, zero_stage=1, overlap_gradients=True))
+    dry_run(program)
+    assert parse_program(program_text(program)) == program
+
+
+# --- Expert parallelism ----------------------------------------------------------------------------------------------
+
+COPIES = (["n0/0"], ["n1/0"], ["n2/0"], ["n3/0"])
+
+
+def test_every_token_goes_to_its_experts_and_back() -> None:
+    given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=4), world(4)
+    forward = taken(given, cluster, Forward(0, (0, LAYERS)))
+    backward = taken(given, cluster, Backward(0, (0, LAYERS)))
+    each = 2 * LAYERS * TOKENS * 2 * HIDDEN * 2 * 3 / 4  # there and back; 2 experts a token; 2 bytes; a quarter stays
+    assert forward.after.num_bytes == pytest.approx(each)
+    assert backward.after.num_bytes == pytest.approx(each)
+    assert taken(given, cluster, BackwardWeight(0, (0, LAYERS))).after.num_bytes == 0
+
+
+def test_lanes_that_share_experts_take_what_their_own_tokens_take_alone() -> None:
+    # All four send at once, each over its own card: 3 of 4 parts out, and as much in.
+    given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=4, micro_batches=1), world(4)
+    each = 2 * LAYERS * TOKENS * 2 * HIDDEN * 2 * 3 / 4
+    spans = {(s.lane, type(s.instruction)): s for s in simulate(given, cluster).spans}
+    forward = spans["p2s0", Forward]
+    computed_s = ComputeCost(given, cluster).seconds(compile_plan(given).lanes[2], Forward(0, (0, LAYERS)))
+    assert forward.end_s - forward.start_s == pytest.approx(computed_s + each / RATE)
+
+
+def test_only_neighbours_in_the_plan_share_experts() -> None:
+    given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=2), world(4)
+    network = Network(cluster)
+    cost, lane = ComputeCost(given, cluster), compile_plan(given).lanes[2]
+    found = work(network, cost, lane, Forward(0, (0, 1))).after
+    names = {network.links[link].name for link, _ in found.loads}
+    assert {name for name in names if "fabric" in name} == {"n2/nic0>fabric", "fabric>n3/nic0"}
+
+
+def test_gradients_of_experts_are_summed_over_those_that_hold_the_same_ones() -> None:
+    given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=2), world(4)
+    network = Network(cluster)
+    found = exchange(network, given, ReduceGradients((0, LAYERS)), compile_plan(given).lanes)
+    parts = layer_parameter_parts(MIXTURE)
+    dense, experts = LAYERS * (parts.total - parts.experts), LAYERS * parts.experts
+    # A ring of n sends 2 (n - 1) / n: the rest over four devices; half the experts over two.
+    assert found.num_bytes == pytest.approx(4 * (4 * (dense * 2 * 3 / 4 + experts / 2 * 2 * 1 / 2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (plan(*COPIES, expert_parallel=2), "divides the experts evenly, but small has none, and it is 2"),
+        (plan(*COPIES, model=MIXTURE, expert_parallel=3), "divides the experts evenly, but mixture has 4, and it is 3"),
+        (plan(*COPIES[:3], model=MIXTURE, expert_parallel=2), "a multiple of it, but stage 0 has 3 of 1 devices"),
+        (plan(["n0/0"], ["n1/0", "n2/0"], model=MIXTURE, expert_parallel=2), "needs pipelines of equal cuts and degrees"),
+        (plan(*COPIES, model=MIXTURE, expert_parallel=2, shard_group=2), "takes shard_group null, but got 2"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(given: Plan, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        compile_plan(given)
+
+
+# --- Hybrid sharding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_shard_groups_scatter_inside_and_sum_across(zero_stage: int) -> None:
+    given = plan(*COPIES, zero_stage=zero_stage, shard_group=2)
+    cluster, members = world(4), compile_plan(given).lanes
+    network, parameters = Network(cluster), LAYERS * layer_parameters(MODEL)
+    # Inside a pair a device sends half of the gradients, and of the half that it then has, all to its equal: 2 x 1/2 x 1/2.
+    reduced = exchange(network, given, ReduceGradients((0, LAYERS)), members)
+    assert sent_by(network, reduced) == pytest.approx({f"n{i}/nic0>fabric": 4 * parameters * (1 / 2 + 1 / 2) for i in range(4)})
+    gathered = exchange(network, given, GatherParameters((0, LAYERS)), members)
+    assert sent_by(network, gathered) == pytest.approx({f"n{i}/nic0>fabric": 2 * parameters / 2 for i in range(4)})
+    whole = replace(given, shard_group=None)
+    assert sent_by(network, exchange(network, whole, GatherParameters((0, LAYERS)), members)) == pytest.approx(
+        {f"n{i}/nic0>fabric": 2 * parameters * 3 / 4 for i in range(4)}
+    )
+
+
+def test_a_shard_group_of_all_replicas_is_no_group() -> None:
+    given = plan(*COPIES, zero_stage=3)
+    cluster = world(4)
+    assert simulate(replace(given, shard_group=4), cluster).iteration_s == simulate(given, cluster).iteration_s
+
+
+def test_shard_groups_must_divide_the_replicas() -> None:
+    with pytest.raises(
+        ValueError, match="shard_group 3 must divide the number of replicas of every layer, but layers 0 to 0 have 4"
+    ):
+        compile_plan(plan(*COPIES, zero_stage=3, shard_group=3))
+
+
+# --- Offloading ------------------------------------------------------------------------------------------------------
+
+
+def test_an_offloaded_step_moves_gradients_down_and_parameters_up_and_updates_on_the_host() -> None:
+    given = plan(["n0/0"], ["n0/1"], zero_stage=1, offload_optimizer=True)
+    cluster = replace(ethernet_cluster([2], RATE, intra_bytes_per_s=2e9, kind="pcie4"), stack=LOSES_NOTHING)
+    # What PCIe carries among GPUs is no matter: nothing goes from one to another here.
+    cluster = replace(cluster, fabric=replace(cluster.fabric, protocol_efficiency=(("pcie", 0.5),)))
+    lane = compile_plan(given).lanes[0]
+    ends = 2 * 96 * HIDDEN + HIDDEN
+    held = (LAYERS * layer_parameters(MODEL) + ends) / 2  # the other device has the other half
+    # Two devices share the switch's uplink, and the processors.
+    moved_s = held * (4 + 2) * 2 / 2e9
+    host_s = held * optimizer_bytes("bf16", "fp32", "adamw") * 2 / HOST_BYTES_PER_S
+    assert ComputeCost(given, cluster).seconds(lane, OptimizerStep()) == pytest.approx(moved_s + host_s)
