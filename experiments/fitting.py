@@ -1,0 +1,376 @@
+"""Fitting the constants of software stacks on published runs: bounded, robust least squares on logarithms of times and bytes.
+
+A stack's constants are few and shared by all its runs, on every GPU kind. Each is held near its starting point by a prior, so
+that what the runs do not tell stays as it was. GPU kinds come first: their efficiency records are fitted on micro-benchmarks
+(`experiments.fit_pieces`), and are taken as they are here, but for those of which there is no micro-benchmark: the runs of the
+stack that has most of them then decide by what factor their matmul rate is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from experiments.constants import Constants, constants_text
+from experiments.fidelity import is_out_of_memory, measured_peak_bytes, unpublished
+from experiments.fit_links import fit_links
+from experiments.fit_pieces import fit_pieces
+from experiments.parallel import check_interrupt, in_processes
+from experiments.published import DATA, Modelled, NotModelled, Run, modelled, read_assumptions
+from sim.cost.estimate import Estimate
+from sim.cost.memory import lane_parts
+from sim.spec.compile import instruction_estimate
+from sim.spec.gpu import Efficiency, GpuKind, efficiencies
+from sim.spec.plan import Plan
+from sim.spec.reading import InputError
+from sim.spec.stack import Stack, stack, stacks
+
+PRIOR_ERROR = 0.05
+"""To move a constant by its width costs as much as to miss one run by this fraction."""
+
+ROBUST_ERROR = 0.1
+"""Relative errors well below this count squared; well above it, hardly more the larger they are."""
+
+MOST_INSTRUCTIONS = 60_000
+"""The largest program of a run that a fit looks at."""
+
+_NOT_MEASURED = "not measured"
+"""In the source of an efficiency record of whose kinds there are no micro-benchmarks."""
+
+FIRST_STEPS = 4
+"""Steps of the search from each start, before the best of them is searched to its end."""
+
+MOST_STEPS = 12
+"""The most steps of one search."""
+
+MOST_RUNS = 100
+"""The most runs of one stack that a fit looks at; more are drawn by lot. Constants are few, and every run costs time."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A constant of a stack: where its prior has its middle, its bounds, and the factor e^width that the prior lets it go.
+
+    The search starts at the middle, and from each of `further_starts` once more: what never decides has no slope to follow.
+    """
+
+    name: str
+    middle: float
+    least: float
+    most: float
+    width: float
+    further_starts: tuple[float, ...] = ()
+    fewest_runs: int = 0
+    """With fewer runs it keeps the value that the stack has: too little to tell it from others."""
+
+
+TIME_PARAMETERS = (
+    Parameter("matmul_scale", 1.0, 0.3, 1.6, 0.1),
+    Parameter("attention_scale", 1.0, 0.1, 4.0, 0.3),
+    Parameter("memory_traffic", 1.2, 0.3, 8.0, 0.4),
+    Parameter("loss_traffic", 1.5, 0.3, 8.0, 0.5),
+    Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
+    Parameter("host_s", 10e-6, 1e-7, 1e-3, 2.0, (60e-6,)),
+    Parameter("tensor_host_s", 1e-6, 1e-8, 1e-2, 4.0, (200e-6,), 50),
+    Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0),
+    Parameter("fetch_s", 1.0, 0.01, 10.0, 2.0),
+    Parameter("tensor_overlap", 0.1, 1e-3, 1.0, 1.5),
+    Parameter("collective_scale", 0.9, 0.2, 1.2, 0.3),
+    Parameter("overlap_slowdown", 0.05, 1e-3, 1.0, 1.5),
+    Parameter("optimizer_traffic", 1.5, 0.5, 20.0, 1.0),
+    Parameter("step_s", 5e-3, 1e-5, 1.0, 2.0),
+)
+"""What the times of runs decide."""
+
+MEMORY_PARAMETERS = (
+    Parameter("activation_scale", 1.0, 0.3, 4.0, 0.3),
+    Parameter("logits_scale", 1.0, 0.1, 6.0, 0.5),
+    Parameter("context_bytes", 1.0 * 2**30, 2.0**26, 8.0 * 2**30, 0.7),
+)
+"""What the peak memory of runs decides."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one stack is fitted on."""
+
+    stack: Stack
+    runs: tuple[Run, ...]
+    failures: tuple[Run, ...]
+    """Runs that ran out of memory."""
+    constants: Constants
+    """Efficiency records and links, as the micro-benchmarks have them."""
+    free: tuple[str, ...] = ()
+    """Efficiency records whose matmul rate the runs decide."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FittedStack:
+    """A stack with its fitted constants, factors on the matmul rates of the free records, and how well the runs are met."""
+
+    stack: Stack
+    factors: Mapping[str, float]
+    timed: int
+    time_error: float
+    """Mean absolute relative error of the iteration times that it was fitted on."""
+    weighed: int
+    memory_error: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What `fit` found: the text of a constants file, and the ids of the runs that it was fitted on."""
+
+    constants_text: str
+    calibration_ids: frozenset[str]
+
+
+def fit(
+    runs: Sequence[Run],
+    failures: Sequence[Run],
+    seed: int,
+    holdout: float,
+    progress: Callable[[], None] | None = None,
+    processes: int | None = None,
+) -> Fitted:
+    """The constants that fit micro-benchmarks and a part of the runs: efficiency records and links first, then each stack.
+
+    Of the failures those count that ran out of memory. `holdout` is the share of each source's runs, and failures, that is left
+    out, drawn by lot with `seed`. `progress` is called once for each stack. Raises InputError as `split`, KeyboardInterrupt
+    where Ctrl-C ended the work.
+    """
+    calibration, _ = split(runs, holdout, seed)
+    out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed)
+    known = read_assumptions()
+    by_stack: dict[str, list[Run]] = {}
+    records: dict[str, Counter[str]] = {}
+    names = {record: name for name, record in efficiencies().items()}
+    for run in calibration:
+        row = modelled(run, known)
+        if isinstance(row, NotModelled) or unpublished(row):
+            continue
+        by_stack.setdefault(row.cluster.stack.name, []).append(run)
+        for kind in {node.gpu for node in row.cluster.nodes}:
+            if kind.efficiency in names and _NOT_MEASURED in kind.efficiency.source:
+                records.setdefault(names[kind.efficiency], Counter())[row.cluster.stack.name] += 1
+    failed: dict[str, list[Run]] = {}
+    for run in out_of_memory:
+        row = modelled(run, known)
+        if isinstance(row, Modelled):
+            failed.setdefault(row.cluster.stack.name, []).append(run)
+    constants = Constants(fit_pieces(DATA, seed, holdout).efficiencies, {}, fit_links(DATA / "microbench.csv")[0])
+    free = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
+    tasks = [
+        Task(
+            stack(name),
+            tuple(rows),
+            tuple(failed.get(name, ())),
+            constants,
+            tuple(sorted(r for r, owner in free.items() if owner == name)),
+            seed,
+        )
+        for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
+    ]
+    found, interrupted = in_processes(fit_stack, tasks, processes, progress)
+    fitted = [one for one in found if one is not None]
+    if interrupted or len(fitted) < len(tasks):
+        raise KeyboardInterrupt
+    renewed = dict(efficiencies()) | dict(constants.efficiencies)
+    for one in fitted:
+        for record, factor in one.factors.items():
+            told = f"rates of matmuls and attention x {factor:.2f} by runs of {one.stack.name}"
+            renewed[record] = replace(with_factor(renewed[record], factor), source=f"{renewed[record].source}; {told}")
+    kept = dict(stacks()) | {one.stack.name: one.stack for one in fitted}
+    text = constants_text(Constants(renewed, kept, constants.links))
+    return Fitted(text, frozenset(run.id for run in (*calibration, *out_of_memory)))
+
+
+def fit_stack(task: Task) -> FittedStack:
+    """The stack of a task, fitted: times first, then bytes. A constant that no run speaks of keeps its value."""
+    known = read_assumptions()
+    found = [modelled(run, known) for run in task.runs]
+    usable = [row for row in found if isinstance(row, Modelled)]
+    usable = [replace(row, cluster=task.constants.applied(row.cluster)) for row in usable]
+    lot = random.Random(task.seed)
+    if len(usable) > MOST_RUNS:
+        usable = lot.sample(usable, MOST_RUNS)
+    timed = [row for row in usable if row.run.iter_time_s and instruction_estimate(row.plan) <= MOST_INSTRUCTIONS]
+    stack, factors, count, time_error = _fit_times(task, timed)
+    out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
+    stack, weighed, memory_error = _fit_bytes(stack, usable, out_of_memory)
+    told = []
+    if count:
+        told.append(f"times of {count} runs, met within {time_error:.3f} on average")
+    if weighed:
+        met = "" if math.isnan(memory_error) else f", met within {memory_error:.3f} on average"
+        told.append(f"memory of {weighed} runs{met}")
+    source = f"fitted on {'; '.join(told)}" if told else stack.source
+    return FittedStack(replace(stack, source=source), factors, count, time_error, weighed, memory_error)
+
+
+def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str, float], int, float]:
+    """The stack, the factors of the free records, how many runs there were, and their mean error."""
+    estimates: list[tuple[Estimate, float, dict[str, GpuKind], str]] = []
+    for row in rows:
+        check_interrupt()
+        try:
+            estimate = Estimate(row.plan, row.cluster)
+        except InputError:
+            continue  # what cannot be modelled is told by `motley validate`
+        kinds = {node.gpu.name: node.gpu for node in row.cluster.nodes}
+        estimates.append((estimate, float(row.run.iter_time_s or 0.0), kinds, row.run.source_key))
+    if not estimates:
+        return task.stack, {}, 0, math.nan
+    free = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
+    parameters = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
+
+    def constants(logarithms: Any) -> tuple[Stack, dict[Efficiency, Efficiency]]:
+        values = np.exp(logarithms).tolist()
+        changed = _with_constants(task.stack, {p.name: value for p, value in zip(parameters, values, strict=False)})
+        factors = zip(free.values(), values[len(parameters) :], strict=True)
+        return changed, {record: with_factor(record, factor) for record, factor in factors}
+
+    def errors(logarithms: Any) -> Any:
+        check_interrupt()
+        changed, records = constants(logarithms)
+        predicted = []
+        for estimate, _, kinds, _ in estimates:
+            renewed = {
+                name: replace(kind, efficiency=records[kind.efficiency])
+                for name, kind in kinds.items()
+                if kind.efficiency in records
+            }
+            predicted.append(estimate.iteration_s(renewed, changed))
+        return np.log(predicted) - measured
+
+    measured = np.log([seconds for _, seconds, _, _ in estimates])
+    factors = tuple(Parameter(name, 1.0, 0.4, 2.5, 0.2) for name in free)
+    # All runs of a source together count as the root of their number, so that one of many does not silence the others.
+    counts = Counter(source for _, _, _, source in estimates)
+    weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source in estimates])
+    solution = _solve(errors, (*parameters, *factors), weights)
+    changed, _ = constants(solution)
+    found = dict(zip(free, np.exp(solution[len(parameters) :]).tolist(), strict=True))
+    error = float(np.mean(np.abs(np.expm1(errors(solution)))))
+    return _rounded(changed, parameters), found, len(estimates), error
+
+
+def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
+    """Whether any of the runs can tell a constant: what none of them uses would only follow its prior."""
+    plans = [row.plan for row in rows]
+    if name == "fetch_s":
+        return software.fetch_nodes > 0 and any(len(row.cluster.nodes) >= software.fetch_nodes for row in rows)
+    if name in ("tensor_overlap", "tensor_host_s"):
+        return any(len(lane.devices) > plan.context_parallel for plan in plans for _, _, _, lane in islice(plan.replicas(), 1))
+    if name == "overlap_slowdown":
+        return any(plan.overlap_gradients or plan.zero_stage >= 2 for plan in plans)
+    return True
+
+
+def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, float]:
+    """The stack, how many runs there were, and the mean error of those whose peak memory is published.
+
+    Of a run that went well and says no more, all that is known is that it fitted, and of one that ran out of memory that it did
+    not: they miss by what they are on the wrong side. Runs that fitted count as much together as those that did not.
+    """
+    weighed = [row for row in rows if row.run.peak_mem_gb]
+    fitted = [row for row in rows if not row.run.peak_mem_gb] if failed else []
+    told = [*weighed, *fitted, *failed]
+    if not told:
+        return stack, 0, math.nan
+    logarithms = np.log([measured_peak_bytes(row.run) for row in weighed])
+    capacity = np.log([min(node.gpu.memory_bytes for node in row.cluster.nodes) for row in (*fitted, *failed)])
+    sides = np.array([1.0] * len(fitted) + [-1.0] * len(failed))
+    weights = np.array([math.sqrt(len(failed) / max(1, len(fitted)))] * len(fitted) + [1.0] * len(failed))
+
+    def constants(values: Any) -> Stack:
+        return _with_constants(stack, {p.name: float(v) for p, v in zip(MEMORY_PARAMETERS, np.exp(values), strict=True)})
+
+    def errors(values: Any) -> Any:
+        check_interrupt()
+        changed = constants(values)
+        peaks = np.log([_peak(row.plan, changed) for row in told])
+        beyond = np.maximum(0.0, sides * (peaks[len(weighed) :] - capacity)) * weights
+        return np.concatenate([peaks[: len(weighed)] - logarithms, beyond])
+
+    solution = _solve(errors, MEMORY_PARAMETERS)
+    met = errors(solution)[: len(weighed)]
+    error = float(np.mean(np.abs(np.expm1(met)))) if weighed else math.nan
+    return _rounded(constants(solution), MEMORY_PARAMETERS), len(told), error
+
+
+def _peak(plan: Plan, software: Stack) -> int:
+    """Bytes at the peak of the fullest device."""
+    return max(parts.total for _, _, _, parts in lane_parts(plan, software))
+
+
+def _solve(errors: Any, parameters: Sequence[Parameter], weights: Any = 1.0) -> Any:
+    """The logarithms of the parameters at the least robust error, each multiplied by its weight; the best of all starts."""
+    middle = np.log([p.middle for p in parameters])
+    widths = np.array([p.width for p in parameters])
+    bounds = (np.log([p.least for p in parameters]), np.log([p.most for p in parameters]))
+
+    def residuals(logarithms: Any) -> Any:
+        # Cauchy's loss for the runs, so that those that something else slowed do not draw the others away; the prior is a square.
+        scaled = errors(logarithms) / ROBUST_ERROR
+        robust = weights * np.sign(scaled) * np.sqrt(np.log1p(scaled**2))
+        return np.concatenate([robust, (logarithms - middle) / widths * (PRIOR_ERROR / ROBUST_ERROR)])
+
+    def searched(start: Any, steps: int) -> Any:
+        return least_squares(
+            residuals, start, bounds=bounds, x_scale=widths, diff_step=1e-3, xtol=1e-4, ftol=1e-3, max_nfev=steps
+        )
+
+    starts = list(itertools.product(*((p.middle, *p.further_starts) for p in parameters)))
+    if len(starts) == 1:
+        return searched(np.log(starts[0]), MOST_STEPS).x
+    tried = [searched(np.log(start), FIRST_STEPS) for start in starts]
+    return searched(min(tried, key=lambda found: float(found.cost)).x, MOST_STEPS).x
+
+
+def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:
+    """The stack with other values of some constants."""
+    return replace(stack, **values)  # type: ignore[arg-type]  # they are those of numbers
+
+
+def _rounded(stack: Stack, parameters: Sequence[Parameter]) -> Stack:
+    """The stack with its constants to three digits, and those near their least bound at zero, where that is allowed."""
+    values = {p.name: float(f"{getattr(stack, p.name):.3g}") for p in parameters}
+    return _with_constants(stack, values)
+
+
+def with_factor(record: Efficiency, factor: float) -> Efficiency:
+    """The record with matmuls and attention faster by a factor; no fraction goes above 1."""
+    return replace(
+        record,
+        matmul_fraction=min(1.0, record.matmul_fraction * factor),
+        attention_fraction=min(1.0, record.attention_fraction * factor),
+    )
+
+
+def split(runs: Sequence[Run], holdout: float, seed: int) -> tuple[list[Run], list[Run]]:
+    """The runs for the fit and those held out, drawn by lot inside each source. Raises InputError for a share outside [0, 1)."""
+    if not 0 <= holdout < 1:
+        raise InputError(f"--holdout is a share of the runs from 0 to below 1, but got {holdout!r}")
+    calibration, held = [], []
+    lot = random.Random(seed)
+    by_source: dict[str, list[Run]] = {}
+    for run in runs:
+        by_source.setdefault(run.source_key, []).append(run)
+    for source in sorted(by_source):
+        rows = sorted(by_source[source], key=lambda run: run.id)
+        lot.shuffle(rows)
+        count = round(len(rows) * holdout)
+        held += rows[:count]
+        calibration += rows[count:]
+    return calibration, held

@@ -1,0 +1,219 @@
+"""Fitting stacks: which runs are held out, and the constants that synthetic runs were made with are found again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from experiments.constants import Constants
+from experiments.fidelity import measured_peak_bytes
+from experiments.fitting import MEMORY_PARAMETERS, TIME_PARAMETERS, FittedStack, Task, fit_stack, split, with_factor
+from experiments.published import Modelled, Run, modelled, read_assumptions
+from sim.cost.estimate import Estimate
+from sim.cost.memory import peak_bytes
+from sim.spec.gpu import efficiencies
+from sim.spec.reading import InputError
+from sim.spec.stack import Stack
+
+# --- Which runs ------------------------------------------------------------------------------------------------------
+
+
+def of_sources(**counts: int) -> list[Run]:
+    return [Run(f"{source}-{i:03d}", source, None, None) for source, count in counts.items() for i in range(count)]
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_share_of_each_source_is_held_out(holdout: float, seed: int) -> None:
+    runs = of_sources(a=10, b=40, c=1)
+    calibration, held = split(runs, holdout, seed)
+    assert not {run.id for run in calibration} & {run.id for run in held}
+    assert sorted(run.id for run in [*calibration, *held]) == sorted(run.id for run in runs)
+    counts = Counter(run.source_key for run in held)
+    assert (counts["a"], counts["b"], counts["c"]) == (round(10 * holdout), round(40 * holdout), round(holdout))
+
+
+def test_the_lot_depends_on_nothing_but_seed_and_source() -> None:
+    runs = of_sources(a=20, b=20)
+    first = [{run.id for run in part} for part in split(runs, 0.5, 0)]
+    shuffled = random.Random(7).sample(runs, len(runs))
+    assert [{run.id for run in part} for part in split(shuffled, 0.5, 0)] == first
+    assert [{run.id for run in part} for part in split(runs, 0.5, 1)] != first
+    # The rows that are held out do not come by their order in the file.
+    assert {run.id for run in split(runs[:20], 0.5, 0)[1]} != {run.id for run in runs[:10]}
+
+
+@pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(InputError, match=rf"^--holdout is a share of the runs from 0 to below 1, but got {share!r}$"):
+        split(of_sources(a=2), share, 0)
+
+
+# --- What they were made with ----------------------------------------------------------------------------------------
+
+USUAL = Stack("usual", **{p.name: p.middle for p in (*TIME_PARAMETERS, *MEMORY_PARAMETERS)})  # type: ignore[arg-type]
+"""What the priors take for granted."""
+
+
+def run(layers: int, hidden: int, tokens: int, degrees: tuple[int, int, int], batches: tuple[int, int], gpu: str) -> Run:
+    """A Llama-like row; degrees are tp, pp and dp, batches the micro-batch and the global batch."""
+    (tp, pp, dp), (micro_batch, global_batch) = degrees, batches
+    return Run(
+        id=f"own-{layers}-{hidden}-{tokens}-{degrees}-{batches}-{gpu}",
+        source_key="own",
+        gpu_type=gpu,
+        num_gpus=tp * pp * dp,
+        gpus_per_node=8,
+        model_name="Llama",
+        num_layers=layers,
+        hidden=hidden,
+        ffn_hidden=hidden * 11 // 4,
+        heads=hidden // 64,
+        vocab=32000,
+        seq_len=tokens,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        precision="fp16",
+    )
+
+
+A100 = "A100-80GB-SXM"
+
+SHAPES = (
+    (4, 1024, 512, (1, 1, 1), (1, 4)),
+    (4, 1024, 2048, (1, 1, 1), (4, 16)),
+    (8, 2048, 2048, (1, 1, 1), (2, 4)),
+    (4, 4096, 2048, (1, 1, 1), (2, 8)),
+    (8, 1024, 512, (1, 4, 1), (1, 16)),
+    (8, 4096, 2048, (1, 2, 1), (1, 8)),
+    (4, 2048, 2048, (1, 1, 8), (2, 32)),
+    (4, 4096, 4096, (1, 1, 2), (1, 8)),
+    (4, 1024, 256, (1, 1, 1), (1, 2)),
+    (8, 2048, 1024, (1, 2, 2), (2, 16)),
+    (2, 4096, 8192, (1, 1, 1), (1, 4)),
+    (4, 2048, 512, (1, 1, 1), (8, 8)),
+    (2, 8192, 512, (1, 1, 1), (16, 32)),
+    (4, 8192, 1024, (1, 1, 1), (8, 64)),
+    (8, 8192, 2048, (1, 1, 1), (1, 8)),
+    (4, 12288, 2048, (1, 1, 1), (8, 32)),
+    (4, 6144, 1024, (1, 2, 1), (8, 64)),
+    (4, 8192, 16384, (1, 1, 1), (1, 4)),
+)
+UNSEEN = ((6, 2048, 1024, (1, 2, 1), (2, 12)), (4, 1024, 1024, (1, 1, 4), (1, 16)), (12, 4096, 4096, (1, 4, 1), (1, 16)))
+
+
+@cache
+def estimate(row: Run) -> Estimate:
+    found = world(row)
+    return Estimate(found.plan, found.cluster)
+
+
+def world(row: Run) -> Modelled:
+    found = modelled(row, read_assumptions())
+    assert isinstance(found, Modelled), found
+    return found
+
+
+def timed(stack: Stack, shapes: Sequence[tuple[int, int, int, tuple[int, int, int], tuple[int, int]]] = SHAPES) -> list[Run]:
+    """Rows of these shapes on A100, that took what a stack takes."""
+    rows = [run(*shape, A100) for shape in shapes]
+    return [replace(row, iter_time_s=estimate(row).iteration_s(stack=stack)) for row in rows]
+
+
+def fitted(rows: Sequence[Run], start: Stack = USUAL, free: tuple[str, ...] = ()) -> FittedStack:
+    return fit_stack(Task(start, tuple(rows), (), Constants(), free))
+
+
+def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:
+    true = replace(USUAL, matmul_scale=0.75, host_s=60e-6, step_s=40e-3)
+    found = fitted(timed(true), Stack("start"))
+    assert found.timed == len(SHAPES) and found.time_error < 0.01
+    assert found.stack.matmul_scale == pytest.approx(0.75, rel=0.04)
+    assert found.stack.host_s == pytest.approx(60e-6, rel=0.04)
+    assert found.stack.step_s == pytest.approx(40e-3, rel=0.04)
+    # Shapes that it has not seen.
+    for row in timed(true, UNSEEN):
+        assert estimate(row).iteration_s(stack=found.stack) == pytest.approx(float(row.iter_time_s or 0), rel=0.015)
+    assert found.stack.source == f"fitted on times of 18 runs, met within {found.time_error:.3f} on average"
+    assert (found.weighed, found.stack.activation_scale) == (0, 1.0)
+
+
+def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
+    found = fitted(timed(USUAL), Stack("start"))
+    for parameter in TIME_PARAMETERS:
+        if not parameter.name.startswith("tensor"):
+            assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
+
+
+def test_one_wild_run_moves_little() -> None:
+    true = replace(USUAL, matmul_scale=0.75, step_s=40e-3)
+    rows = timed(true)
+    wild = [replace(rows[0], iter_time_s=10 * float(rows[0].iter_time_s or 0)), *rows[1:]]
+    found = fitted(wild)
+    # Least squares without robustness would be off by 20 to 70 % on all others.
+    for row in rows[1:]:
+        assert estimate(row).iteration_s(stack=found.stack) == pytest.approx(float(row.iter_time_s or 0), rel=0.06)
+
+
+def test_what_no_run_speaks_of_keeps_its_value() -> None:
+    # Without tensor ranks: their overlap, and what the host takes for each of them.
+    start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, exchange_parts=5.0, flash_attention=False)
+    found = fitted(timed(start), start).stack
+    assert (found.tensor_overlap, found.tensor_host_s, found.exchange_parts) == (0.7, 3e-6, 5.0)
+    assert not found.flash_attention and found.context_bytes == start.context_bytes
+    # Without runs: everything.
+    nothing = fitted([], replace(start, source="as it was"))
+    assert nothing.stack == replace(start, source="as it was") and (nothing.timed, nothing.weighed) == (0, 0)
+    assert fitted([replace(row, iter_time_s=None) for row in timed(start)], start).stack == start
+
+
+def test_the_overlap_of_tensor_collectives_is_found_where_there_are_some() -> None:
+    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (1, 2, 4, 8) for batch in (1, 4)]
+    true = replace(USUAL, tensor_overlap=0.6)
+    found = fitted(timed(true, shapes))
+    assert found.stack.tensor_overlap == pytest.approx(0.6, rel=0.15) and found.time_error < 0.01
+
+
+def test_the_rate_of_kinds_without_micro_benchmarks_is_found() -> None:
+    # V100 at 0.7 of its record, A100 as its record says.
+    assert efficiencies()["volta"].matmul_fraction * 0.7 == with_factor(efficiencies()["volta"], 0.7).matmul_fraction
+    rows = timed(USUAL)
+    slow = [run(*shape, "V100-32GB-SXM") for shape in SHAPES[:6]]
+    for row in slow:
+        (kind,) = {node.gpu for node in world(row).cluster.nodes}
+        kinds = {kind.name: replace(kind, efficiency=with_factor(kind.efficiency, 0.7))}
+        rows.append(replace(row, iter_time_s=estimate(row).iteration_s(kinds, USUAL)))
+    found = fitted(rows, free=("volta",))
+    assert list(found.factors) == ["volta"] and found.factors["volta"] == pytest.approx(0.7, rel=0.03)
+    assert found.stack.matmul_scale == pytest.approx(1.0, rel=0.02)
+    # A kind that is not free stays as its record has it; then the stack has to take the blame.
+    assert fitted(rows).factors == {} and fitted(rows).time_error > 3 * found.time_error
+
+
+def test_no_fraction_goes_above_one() -> None:
+    record = efficiencies()["volta"]
+    fast = with_factor(record, 2.5)
+    assert fast.matmul_fraction == 1.0 and fast.attention_fraction == pytest.approx(2.5 * record.attention_fraction)
+    assert replace(fast, matmul_fraction=record.matmul_fraction, attention_fraction=record.attention_fraction) == record
+
+
+def test_the_memory_that_runs_took_is_found() -> None:
+    true = replace(USUAL, activation_scale=1.4, context_bytes=2.0 * 2**30)
+    rows = []
+    for shape in (*SHAPES, *UNSEEN):
+        row = run(*shape, A100)
+        peak = max(peak_bytes(world(row).plan, replace(world(row).cluster, stack=true)).values())
+        rows.append(replace(row, peak_mem_gb=peak / measured_peak_bytes(replace(row, peak_mem_gb=1.0))))
+    found = fitted(rows)
+    assert (found.timed, found.weighed) == (0, len(rows)) and found.memory_error < 0.005
+    assert found.stack.activation_scale == pytest.approx(1.4, rel=0.03)
+    assert found.stack.context_bytes == pytest.approx(2.0 * 2**30, rel=0.03)
+    assert replace(found.stack, activation_scale=1.0, logits_scale=1.0, context_bytes=USUAL.context_bytes, source="") == USUAL

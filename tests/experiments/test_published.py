@@ -1,0 +1,406 @@
+"""Published runs: reading their CSV, and the plans and clusters that are made of them."""
+
+import csv
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.published import (
+    DATA,
+    Assumptions,
+    Modelled,
+    NotModelled,
+    Run,
+    modelled,
+    read_assumptions,
+    read_failures,
+    read_runs,
+)
+from sim.spec.cluster import links
+from sim.spec.counts import total_parameters
+from sim.spec.plan import Plan
+from sim.spec.reading import InputError
+
+ASSUMED = read_assumptions()
+RUNS = {run.id: run for run in read_runs(DATA / "published_runs.csv")}
+FAILURES = read_failures(DATA / "failed_runs.csv")
+
+SMALL = Run(
+    id="own-1",
+    source_key="own",
+    gpu_type="A100-80GB-SXM",
+    num_gpus=16,
+    gpus_per_node=8,
+    model_name="Llama tiny",
+    num_layers=8,
+    hidden=256,
+    ffn_hidden=704,
+    heads=4,
+    vocab=1000,
+    seq_len=128,
+    global_batch=32,
+    micro_batch=2,
+    tp=2,
+    pp=4,
+    dp=2,
+    precision="bf16",
+)
+"""A row that a user may write, of a source that nothing is known of."""
+
+
+def made(run: Run, assumptions: Assumptions = ASSUMED) -> Modelled:
+    found = modelled(run, assumptions)
+    assert isinstance(found, Modelled), found
+    return found
+
+
+def reason(run: Run) -> str:
+    found = modelled(run, ASSUMED)
+    assert isinstance(found, NotModelled)
+    assert "\n" not in found.reason and found.reason.startswith("not modelled: ")
+    return found.reason.removeprefix("not modelled: ")
+
+
+def layers_of(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The ranges of each stage of the first pipeline."""
+    return [list(stage.layers) for stage in plan.pipelines[0].stages]
+
+
+def refused(text: str, folder: Path, read: Callable[[Path], list[Run]] = read_runs) -> str:
+    path = folder / "runs.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read(path)
+    line = str(caught.value)
+    assert "\n" not in line and line.startswith(str(path))
+    return line.removeprefix(str(path))
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_cell_of_the_published_runs_is_read() -> None:
+    with (DATA / "published_runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(RUNS) == 1827
+    for row in rows:
+        run = RUNS[row["id"]]
+        for column, text in row.items():
+            value = getattr(run, column)
+            if not text:
+                assert value is None
+            elif isinstance(value, str):
+                assert value == text.strip()
+            else:
+                assert value == float(text)
+
+
+def test_failed_runs_have_names_of_their_own_and_say_what_went_wrong() -> None:
+    assert len(FAILURES) == 1078 == len({run.id for run in FAILURES})
+    assert FAILURES[0].id == "aleph-failed-0001"
+    assert Counter(run.failure for run in FAILURES)["OOM Error"] == 281
+    assert {run.zero_stage_or_fsdp for run in FAILURES if run.source_key == "bigscience"} == {"ZeRO-1"}
+
+
+def test_a_csv_of_the_required_columns_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text('\ufeffid,gpu_type,source_key,num_gpus,notes\n\na,T4,own,4.0,"one, two"\n')
+    assert read_runs(path) == [Run("a", "own", "T4", 4, notes="one, two")]
+
+
+HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ": is empty; expected a CSV whose first line names the columns (id, source_key, gpu_type, num_gpus, ...)"),
+        (HEAD, ": holds no runs; expected one row for each, below the line that names the columns"),
+        (HEAD + "a,s,T4,4,1\n", ", line 2: has 5 cells, but there are 6 columns"),
+        (HEAD + "a,s,T4,4.5,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got '4.5'"),
+        (HEAD + "a,s,T4,many,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got 'many'"),
+        (HEAD + "a,s,T4,0,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got '0'"),
+        (HEAD + "a,s,T4,4,1,0\nb,s,T4,4,-1,\n", ", line 3: iter_time_s is a number of at least 0, or empty, but got '-1'"),
+        (HEAD + "a,s,T4,4,nan,\n", ", line 2: iter_time_s is a number of at least 0, or empty, but got 'nan'"),
+        (HEAD + "a,s,T4,4,1,yes\n", ", line 2: sequence_parallel is 0 or 1, but got 'yes'"),
+        (HEAD + "a,s,T4,4,1,\na,s,T4,8,1,\n", ", line 3: the id 'a' stands in line 2 already"),
+        (HEAD + ",s,T4,4,1,\n", ", line 2: id is a text, but the cell is empty"),
+        (HEAD + "a,,T4,4,1,\n", ", line 2: source_key is a text, but the cell is empty"),
+        (
+            "id,source_key,gpu_type\na,s,T4\n",
+            ": the column 'num_gpus' is missing; required are id, source_key, gpu_type, num_gpus, but got id, "
+            "source_key, gpu_type",
+        ),
+        ("id,source_key,gpu_type,num_gpus,id\na,s,T4,4,b\n", ": the column 'id' stands 2 times"),
+    ],
+)
+def test_a_csv_that_is_wrong_is_told_in_one_line(text: str, line: str, tmp_path: Path) -> None:
+    assert refused(text, tmp_path) == line
+
+
+def test_an_unknown_column_is_told_with_the_nearest(tmp_path: Path) -> None:
+    line = refused("id,source_key,gpu_type,num_gpus,microbatch\n", tmp_path)
+    assert line.startswith(": unknown column 'microbatch'; did you mean micro_batch?; accepted: id, source_key, ")
+    assert "'failure' is missing" in refused("source_key,gpu_type,num_gpus\n", tmp_path, read_failures)
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_lie_tensor_fastest_then_context_then_data_then_pipeline() -> None:
+    # 16 GPUs on two nodes, tp 2, pp 4, dp 2: stage s of pipeline d has ranks 4 s + 2 d and the next.
+    plan = made(SMALL).plan
+    devices = [[stage.devices for stage in pipeline.stages] for pipeline in plan.pipelines]
+    assert devices == [
+        [("node-0/0", "node-0/1"), ("node-0/4", "node-0/5"), ("node-1/0", "node-1/1"), ("node-1/4", "node-1/5")],
+        [("node-0/2", "node-0/3"), ("node-0/6", "node-0/7"), ("node-1/2", "node-1/3"), ("node-1/6", "node-1/7")],
+    ]
+    assert layers_of(plan) == [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]
+    assert [(p.micro_batch, p.micro_batches) for p in plan.pipelines] == [(2, 8), (2, 8)]
+    context = made(replace(SMALL, dp=1, cp=2)).plan
+    assert context.context_parallel == 2
+    assert context.pipelines[0].stages[0].devices == ("node-0/0", "node-0/1", "node-0/2", "node-0/3")
+
+
+def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> None:
+    found = made(SMALL)
+    assert found.cluster.stack.name == "megatron"
+    assert (found.plan.zero_stage, found.plan.sequence_parallel, found.plan.schedule) == (1, True, "1f1b")
+    assert found.plan.transformer.padded_vocab == 1024  # 1000 up to a multiple of 128 x tp 2
+    assert "zero_stage_or_fsdp ZeRO-1" in found.assumed and "infiniband at 400 Gbit/s for each 1 GPUs" in found.assumed
+    assert not any(line.startswith(("tp", "micro_batch", "precision")) for line in found.assumed)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_layers": None}, "num_layers"),
+        ({"micro_batch": 3}, "global_batch 32 does not divide by dp 2 x micro_batch 3"),
+        ({"dp": 1}, "degrees 2 x 4 x 1 = 8, but num_gpus is 16"),
+        ({"cp": 2}, "degrees 2 x 4 x 2 x 2 = 32, but num_gpus is 16"),
+        ({"gpu_type": "RTX4091"}, "unknown GPU kind 'RTX4091'; did you mean RTX4090?"),
+        ({"gpu_type": "8xT4+4xV100"}, "gpu_type '8xT4+4xV100' names 12 GPUs, but num_gpus is 16"),
+        ({"num_layers": 9}, "num_layers 9 over pp 4: does not divide, and how it was cut is not published"),
+        ({"vpp": 3}, "num_layers 8 over pp 4 x vpp 3: does not divide, and how it was cut is not published"),
+        ({"schedule": "DualPipe"}, "schedule 'DualPipe'"),
+        ({"schedule": "interleaved 1F1B"}, "vpp"),
+        ({"precision": "int4"}, "precision 'int4'"),
+        ({"recompute": "some"}, "recompute 'some'"),
+        ({"zero_stage_or_fsdp": "sharded"}, "zero_stage_or_fsdp 'sharded'"),
+        ({"model_name": "Mamba"}, "model_name 'Mamba', which is of no family that is known"),
+        ({"heads": 3}, "model Llama-tiny: `hidden` must be a multiple of `heads` where `head_dim` is not given, "
+                       "but got hidden=256, heads=3"),
+        ({"plan_json": '{"stages": 3}'}, 'plan_json, which is of no known form; expected {"partition": [BOUND, ...]} or '
+                                         '{"layers_per_stage": [...], "stages": [[{"gpus": [[KIND, COUNT]]}]]}'),
+        ({"plan_json": "{"}, "plan_json, line 1, column 2: ends too early: Expecting property name enclosed in double quotes"),
+        ({"num_gpus": 10**9}, "num_gpus 1000000000, but a cluster has at most 100,000"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_modelled_says_why(change: dict[str, object], why: str) -> None:
+    assert reason(replace(SMALL, **change)) == why  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("fp16 mixed", "fp16"),
+        ("amp_bf16", "bf16"),
+        ("float8 linear + bf16", "fp8"),
+        ("fp8 e4m3 matmul", "fp8"),
+        ("FP8-CS", "fp8"),
+        ("FP8-MX", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("fp32", "fp32"),
+    ],
+)
+def test_precisions_are_known_by_many_names(text: str, name: str) -> None:
+    assert made(replace(SMALL, precision=text)).plan.precision == name
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "group"),
+    [
+        ("ZeRO-0", 0, None),
+        ("ZeRO-1 (distributed optimizer)", 1, None),
+        ("DDP (distributed optimizer)", 1, None),
+        ("FSDP SHARD_GRAD_OP (MP mode DEFAULT)", 2, None),
+        ("FSDP (ZeRO-2-like: params not resharded after fwd)", 2, None),
+        ("FSDP2 (ZeRO-3)", 3, None),
+        ("FSDP FULL_SHARD (MP mode PURE)", 3, None),
+        ("FSDP shard 16", 3, None),  # as many as there are replicas
+        ("FSDP shard 4", 3, 4),
+        ("HSDP", 3, 8),  # the GPUs of a node
+    ],
+)
+def test_sharding_is_known_by_many_names(text: str, stage: int, group: int | None) -> None:
+    plan = made(replace(SMALL, tp=1, pp=1, dp=16, micro_batch=1, zero_stage_or_fsdp=text)).plan
+    assert (plan.zero_stage, plan.shard_group) == (stage, group)
+
+
+def test_what_is_left_open_becomes_several_plans() -> None:
+    # 40 sequences over dp 2: 20 for each pipeline, so that micro-batches of 1, 2 and 4 divide and 8 does not.
+    found = made(replace(SMALL, global_batch=40, micro_batch=None))
+    assert [plan.pipelines[0].micro_batch for plan in found.candidates] == [1, 2, 4] and found.plan == found.candidates[0]
+    assert "micro_batch one of 1, 2, 4" in found.assumed
+    # SC21, table 1: 48 layers over 2 stages leave 24, which 2, 3 and 4 chunks divide; 48 sequences for each pipeline.
+    found = made(RUNS["sc21-0005"])
+    shapes = [(p.pipelines[0].micro_batch, len(p.pipelines[0].stages[0].layers)) for p in found.candidates]
+    assert shapes == [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4)]
+    assert {p.schedule for p in found.candidates} == {"interleaved"}
+
+
+def test_interleaved_stages_take_chunks_in_turn() -> None:
+    plan = made(RUNS["korth-0005"]).plan  # 105 layers, 35 stages, 3 chunks each
+    assert plan.schedule == "interleaved"
+    assert layers_of(plan) == [[(s, s + 1), (s + 35, s + 36), (s + 70, s + 71)] for s in range(35)]
+
+
+def test_first_and_last_part_hold_a_layer_fewer_where_only_so_they_divide() -> None:
+    # Zero bubble: 22 layers over 8 stages, of which the notes say that the first and the last hold one fewer.
+    sizes = [stop - start for [(start, stop)] in layers_of(made(RUNS["zerobubble-0003"]).plan)]
+    assert sizes == [2, 3, 3, 3, 3, 3, 3, 2]
+    # ZB-V, 46 layers over 24 stages: a stage's second chunk lies on the way back; stage 0 has the embedding and the head.
+    plan = made(RUNS["zerobubble-0052"]).plan
+    assert plan.schedule == "zb-v"
+    assert layers_of(plan)[0] == [(0, 0), (46, 46)] and layers_of(plan)[1] == [(0, 1), (45, 46)]
+    assert layers_of(plan)[23] == [(22, 23), (23, 24)]
+
+
+def test_nanotron_cuts_by_cost() -> None:
+    # 16 layers, whose head costs 4 of them: 20 over 4 stages are 5 each. A stage ends behind the block that exceeds its share:
+    # 6 layers > 5, then 11 > 10, then 16 > 15; the head is left.
+    run = next(r for r in RUNS.values() if r.source_key == "ultrascale" and (r.num_layers, r.pp) == (16, 4))
+    assert layers_of(made(run).plan) == [[(0, 6)], [(6, 11)], [(11, 16)], [(16, 16)]]
+    run = next(r for r in RUNS.values() if r.source_key == "ultrascale" and (r.num_layers, r.pp) == (16, 8))
+    # Over 8 stages of 2.5: 3 layers, 6 > 5, 8 > 7.5, 11 > 10, 13 > 12.5, 16 > 15; the head reaches 20 > 17.5, so that the loss
+    # alone is left for the last stage, whose devices idle. Such a stage has nothing that a plan could name.
+    found = made(run)
+    assert layers_of(found.plan) == [[(0, 3)], [(3, 6)], [(6, 8)], [(8, 11)], [(11, 13)], [(13, 16)], [(16, 16)]]
+    assert run.num_gpus == len(found.cluster.devices) == 16 and len(found.plan.devices) == 14
+
+
+def test_redistributed_layers_leave_the_last_stage_the_head() -> None:
+    # 32 layers of hidden 3072 over 8 stages, vocabulary 65536, 4096 tokens: the head costs
+    # 65536 / (12 x 3072 + 2 x 4096) = 1.45 layers, so that 3 + 1.45 there and 5 elsewhere beat 4 + 1.45.
+    sizes = [stop - start for [(start, stop)] in layers_of(made(RUNS["vocabparallel-0027"]).plan)]
+    assert sizes == [4, 4, 4, 4, 4, 4, 5, 3]
+    assert reason(RUNS["vocabparallel-0009"]) == "vocabulary parallelism"
+
+
+def test_amp_counts_pseudo_layers_and_mixes_nodes() -> None:
+    # Boundaries 0, 7, 14, 20, 30 over embedding, no-op, 24 layers and four more; the last node has the T4s.
+    found = made(RUNS["amp_het-0001"])
+    assert layers_of(found.plan) == [[(0, 5)], [(5, 12)], [(12, 18)], [(18, 24)]]
+    kinds = [{found.cluster.device(name).gpu.name for name in stage.devices} for stage in found.plan.pipelines[0].stages]
+    assert kinds == [{"V100-16GB-SXM"}] * 3 + [{"T4"}]
+    rates = [node.nic.bandwidth_bytes_per_s * node.nic.count for node in found.cluster.nodes if node.nic]
+    assert rates == pytest.approx([1.25e9, 1.25e9, 1.25e9, 6.25e9])
+    failed = next(run for run in FAILURES if run.source_key == "amp_homo" and "partition=[0, 8, 14, 20, 30]" in str(run.notes))
+    assert layers_of(made(failed).plan) == [[(0, 6)], [(6, 12)], [(12, 18)], [(18, 24)]]
+
+
+def test_sailor_names_the_kinds_of_every_stage() -> None:
+    found = made(RUNS["sailor_het-0005"])  # 12 + 14 of 26, which count the embedding and the head
+    assert layers_of(found.plan) == [[(0, 11)], [(11, 24)]]
+    cluster = found.cluster
+    kinds = [[cluster.device(stage.devices[0]).gpu.name for stage in p.stages] for p in found.plan.pipelines]
+    assert kinds == [["RTX3090", "TITAN-RTX"], ["RTX2080", "RTX2080"]]
+    carried = {n.gpu.name: n.nic.bandwidth_bytes_per_s * cluster.fabric.efficiency("ethernet") for n in cluster.nodes if n.nic}
+    assert carried == pytest.approx({"RTX3090": 0.115e9, "RTX2080": 2.86e9, "TITAN-RTX": 2.86e9}, rel=0.01)
+
+
+def test_a_rack_of_72_is_one_node_of_nvlink() -> None:
+    found = made(RUNS["megatronbridge-0085"])  # 256 GB200
+    assert [(node.gpus, node.intra.kind) for node in found.cluster.nodes] == [(64, "nvswitch")] * 4
+    assert made(RUNS["megatronbridge-0076"]).cluster.nodes[0].nic is None  # 64 of them need no network
+
+
+def test_selective_recomputation_by_layers_follows_from_what_is_published() -> None:
+    # Llama 2 13B of fms-fsdp: HFU 69 % over MFU 61 % is 0.131 of all FLOP again, 0.39 of the forward: 16 of 40 layers.
+    plan = next(made(run).plan for run in RUNS.values() if run.source_key == "fmsfsdp" and run.hfu_pct == 69)
+    assert plan.pipelines[0].stages[0].recomputed() == {"none": 24, "selective": 0, "full": 16}
+
+
+# --- All rows --------------------------------------------------------------------------------------------------------
+
+
+def test_every_modelled_run_uses_all_its_gpus_but_for_stages_of_the_loss_alone_and_has_its_batch() -> None:
+    found = [(run, modelled(run, ASSUMED)) for run in [*RUNS.values(), *FAILURES]]
+    done = [(run, m) for run, m in found if isinstance(m, Modelled)]
+    assert Counter(run.failure is None for run, _ in done) == {True: 1657, False: 1016}
+    idle = [run for run, m in done if len(m.plan.devices) < len(m.cluster.devices)]
+    assert Counter(run.failure is None for run in idle) == {True: 58, False: 90}
+    assert {ASSUMED.of(run).cuts for run in idle} == {"nanotron"}
+    for run, m in done:
+        assert len(m.cluster.devices) == run.num_gpus
+        for plan in m.candidates:
+            assert len(set(plan.devices)) == len(plan.devices)
+            assert set(plan.devices) <= {device.name for device in m.cluster.devices}
+            # The stages that are left out are whole, and of every pipeline the same.
+            (stages,) = {len(pipeline.stages) for pipeline in plan.pipelines}
+            assert run.num_gpus and run.pp and len(plan.devices) * run.pp == run.num_gpus * stages
+            assert stages == run.pp or run in idle
+            assert sum(pipeline.sequences for pipeline in plan.pipelines) == run.global_batch
+
+
+def test_parameters_are_those_published() -> None:
+    for run in RUNS.values():
+        found = modelled(run, ASSUMED)
+        if isinstance(found, Modelled) and run.params_b and run.source_key != "vocabparallel":  # one name for all vocabularies
+            assert total_parameters(found.plan.transformer) == pytest.approx(run.params_b * 1e9, rel=0.05), run.id
+            if run.source_key == "mosaic":  # which prints what it counts, in units of 100,000
+                assert abs(total_parameters(found.plan.transformer) - run.params_b * 1e9) < 51_000, run.id
+            if run.source_key == "ultrascale":  # which names its models by three digits
+                assert total_parameters(found.plan.transformer) == pytest.approx(run.params_b * 1e9, rel=5e-3), run.id
+
+
+def test_rows_that_are_alike_share_a_cluster() -> None:
+    clusters = {id(made(run).cluster) for run in RUNS.values() if run.source_key == "vtrain_single"}
+    assert len(clusters) == 3  # of 2, 4 and 8 GPUs
+
+
+# --- Assumptions -----------------------------------------------------------------------------------------------------
+
+
+def test_every_source_and_exception_has_its_reason() -> None:
+    for run in [*RUNS.values(), *FAILURES]:
+        assert run.source_key in ASSUMED.sources
+        assert all(len(text) > 10 for text in ASSUMED.of(run).reasons)
+
+
+def test_exceptions_hold_for_their_rows() -> None:
+    stacks = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "dgxc")
+    assert stacks == {"nemo": 84, "maxtext": 14}  # nine rows of MaxText and five of PaxML
+    aleph = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "aleph")
+    assert aleph == {"aleph-megatron": 126, "aleph-megatron-unfused": 15}
+
+
+def test_a_source_may_have_steps_of_its_own_between_nodes(tmp_path: Path) -> None:
+    # The micro-benchmarks of EFA in constants.yaml: steps of 110 to 210 us, of a network whose latency is 36 to 96 us.
+    fabric = made(next(run for run in RUNS.values() if run.source_key == "ultrascale" and run.num_gpus == 16)).cluster.fabric
+    assert (fabric.step_s, fabric.latency_s, fabric.start_s) == pytest.approx((110e-6, 36e-6, links().start_s))
+    assert made(SMALL).cluster.fabric.step_s == links().step_s
+    path = tmp_path / "assumptions.yaml"
+    path.write_text((DATA / "assumptions.yaml").read_text().replace("step: 110 us", "step: 110"))
+    with pytest.raises(InputError, match=r"ultrascale\.?.*step: got 110 without a unit"):
+        read_assumptions(path)
+
+
+def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
+    text = (DATA / "assumptions.yaml").read_text()
+    for number, (old, new, line) in enumerate(
+        [
+            ("stack: nanotron", "stack: nanotorn", "unknown software stack 'nanotorn'; did you mean nanotron?"),
+            ("cuts: late", "cuts: early", "cuts: expected one of even, ends, late, nanotron, redistribute"),
+            ("vocab_multiple: 128\n  precision", "vocab_multiples: 128\n  precision", "vocab_multiple: is missing"),
+            ("column: framework", "column: frame", "column: expected one of id, source_key"),
+        ]
+    ):
+        path = tmp_path / f"assumptions-{number}.yaml"
+        path.write_text(text.replace(old, new))
+        with pytest.raises(InputError) as caught:
+            read_assumptions(path)
+        assert line in str(caught.value) and "\n" not in str(caught.value)
