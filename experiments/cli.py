@@ -15,6 +15,7 @@ from experiments.commands.demo import demo
 from experiments.commands.plan import plan
 from experiments.commands.run import run as run_command
 from experiments.commands.simulate import simulate
+from experiments.commands.validate import validate
 from experiments.exits import BAD_INPUT, FAILED, INTERRUPTED, tell_error
 from sim.spec.reading import InputError
 from sim.spec.version import VERSION
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, simulate, compare, run_command, demo):
+for command in (plan, simulate, compare, run_command, validate, demo):
     app.command()(command)
 
 

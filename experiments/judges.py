@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from sim.cost.estimate import estimation
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -13,7 +14,10 @@ from sim.spec.reading import InputError, nearest
 
 JudgeMaker: TypeAlias = Callable[[Cluster, Job, int], Judge]
 
-JUDGES: Mapping[str, JudgeMaker] = {"simulate": simulation}
+JUDGES: Mapping[str, JudgeMaker] = {
+    "simulate": simulation,
+    "estimate": lambda cluster, job, seed: estimation(cluster, job),
+}
 """By name, what makes a judge for a cluster, a job and a seed."""
 
 

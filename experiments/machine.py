@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from experiments.parallel import cores
 from sim.cost.memory import lane_parts
-from sim.spec.cluster import INTRA_LATENCY_S, MOST_NODE_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node
+from sim.spec.cluster import MOST_NODE_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
@@ -88,7 +88,7 @@ def _intra(kind: GpuKind, gpus: int) -> Intra:
     """How the GPUs of one machine talk."""
     link = "pcie4" if kind.nvlink_bytes_per_s is None else "nvlink"
     rate = PCIE_BYTES_PER_S[link] if kind.nvlink_bytes_per_s is None else kind.nvlink_bytes_per_s
-    return Intra(link, rate, gpus_per_switch=gpus, host_bandwidth_bytes_per_s=rate, latency_s=INTRA_LATENCY_S[link])
+    return Intra(link, rate, gpus_per_switch=gpus, host_bandwidth_bytes_per_s=rate, latency_s=links().latency_s[link])
 
 
 def measured_cpu(kind: GpuKind, plan: Plan, result: RunResult, devices: Iterable[str]) -> GpuKind:
@@ -109,6 +109,7 @@ def measured_cpu(kind: GpuKind, plan: Plan, result: RunResult, devices: Iterable
         efficiency = replace(
             efficiency,
             matmul_fraction=1.0 if measured else efficiency.matmul_fraction,
+            fp32_fraction=1.0 if measured else efficiency.fp32_fraction,
             matmul_half_s=efficiency.matmul_half_s * share,
             launch_s=efficiency.launch_s * share,
             source="nominal, for workers that share cores; the peak was measured",

@@ -8,7 +8,16 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.plots import FORMATS, MfuCell, plot_mfu_bars, plot_timeline, plot_two_timelines, save_figure
+from experiments.plots import (
+    FORMATS,
+    MfuCell,
+    ParityPoint,
+    plot_mfu_bars,
+    plot_parity,
+    plot_timeline,
+    plot_two_timelines,
+    save_figure,
+)
 from sim.spec.cluster import Cluster
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
@@ -38,6 +47,11 @@ def draw_two_timelines(
 def draw_mfu_bars(rows: Sequence[MfuCell], path: str | Path, title: str, note: str, replace: bool = False) -> Path | None:
     """Where the earlier picture is kept now, if any and unless `replace`. Draws predicted beside reported MFU into a file."""
     return _save(plot_mfu_bars(rows, title=title, note=note), path, replace)
+
+
+def draw_parity(points: Sequence[ParityPoint], path: str | Path, title: str, replace: bool = False) -> Path | None:
+    """Where the earlier picture is kept now, if any and unless `replace`. Draws predicted over measured times into a file."""
+    return _save(plot_parity(points, title=title), path, replace)
 
 
 def _save(axes: Axes, path: str | Path, replace: bool) -> Path | None:

@@ -1,4 +1,4 @@
-"""Pictures: the timeline of a trace, two of them on one time axis, and predicted beside reported MFU.
+"""Pictures: the timeline of a trace, two of them on one time axis, predicted beside reported MFU, predicted over measured times.
 
 Colours are of the Okabe-Ito palette, chosen so that they also differ in lightness: the pictures can be read in grey and by
 people who do not tell all colours apart. A plot takes records and an Axes to draw on (or makes a figure of its own), and never
@@ -20,8 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, PercentFormatter
 
 from sim.spec.cluster import Cluster
 from sim.spec.reading import InputError, write_file
@@ -429,3 +430,87 @@ def _style_mfu_axes(
     if note:
         wrapped = "\n".join(textwrap.fill(line, _NOTE_CHARACTERS) for line in note.splitlines())
         ax.set_xlabel(wrapped, fontsize=9, color="#404040", loc="left")
+
+
+# --- Predicted over measured times -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParityPoint:
+    """A predicted and a measured iteration of one run, in seconds; `group` is its source."""
+
+    group: str
+    measured_s: float
+    predicted_s: float
+
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+_PARITY_COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK)
+"""Yellow is too pale for a marker on white. The numbers of colours and markers have no common divisor: 70 groups differ."""
+
+_CLOSE, _FAR = 0.1, 2.0
+"""The band of nearly right predictions, as a fraction, and the factor of the outer lines."""
+
+
+def plot_parity(points: Sequence[ParityPoint], ax: Axes | None = None, title: str | None = None) -> Axes:
+    """The Axes with the predicted over the measured seconds of every point, both on a logarithmic scale.
+
+    On the line they are equal; the band around it is 10 % on either side, the dashed lines are a factor of 2. Each group has a
+    marker and a colour of its own and stands in the legend with its number of points, the largest first, which is drawn first.
+    Raises InputError where there is nothing to plot.
+    """
+    if not points:
+        raise InputError("there is nothing to plot; expected at least one predicted iteration time")
+    groups: dict[str, list[ParityPoint]] = {}
+    for point in points:
+        groups.setdefault(point.group, []).append(point)
+    alone = ax is None
+    if ax is None:
+        (ax,) = _axes(10.8, 8.0)
+    values = [value for point in points for value in (point.measured_s, point.predicted_s)]
+    ends = np.array([min(values) / 1.4, max(values) * 1.4])
+    ax.fill_between(ends, ends * (1 - _CLOSE), ends * (1 + _CLOSE), color="#D9D9D9", linewidth=0, zorder=0.5)
+    ax.plot(ends, ends, color="#606060", linewidth=1.0, zorder=1)
+    for factor in (_FAR, 1 / _FAR):
+        ax.plot(ends, ends * factor, color="#808080", linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
+    ordered = sorted(groups.items(), key=lambda entry: -len(entry[1]))
+    handles: list[Line2D | Patch] = []
+    for i, (group, own) in enumerate(ordered):
+        marker, colour = _MARKERS[i % len(_MARKERS)], _PARITY_COLOURS[i % len(_PARITY_COLOURS)]
+        # Many points lie upon one another: theirs are smaller, and those of small groups are drawn last, above them.
+        size = 5.5 if len(own) <= 100 else 3.8
+        x, y = [p.measured_s for p in own], [p.predicted_s for p in own]
+        style: dict[str, Any] = {"linestyle": "none", "marker": marker, "color": colour, "markeredgecolor": "#FFFFFF"}
+        ax.plot(x, y, **style, markersize=size, markeredgewidth=0.4, zorder=2 + i / 100, label=group)
+        handles.append(Line2D([], [], **style, markersize=6.5, markeredgewidth=0.4, label=f"{group} ({len(own)})"))
+    _style_parity_axes(ax, ends, title)
+    handles.append(Line2D([], [], color="#606060", linewidth=1.0, label="predicted = measured"))
+    handles.append(Patch(facecolor="#D9D9D9", label=f"within {_CLOSE * 100:.0f} %"))
+    handles.append(Line2D([], [], color="#808080", linewidth=0.9, linestyle=(0, (5, 4)), label=f"a factor of {_FAR:g}"))
+    if alone:
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    else:
+        ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, borderaxespad=0)
+    return ax
+
+
+def _style_parity_axes(ax: Axes, ends: np.ndarray[Any, Any], title: str | None) -> None:
+    """Equal logarithmic scales with plain numbers, grid and labels."""
+    ax.set_aspect("equal", adjustable="box")
+    ax.set_xlabel("measured time of an iteration, in s")
+    ax.set_ylabel("predicted time of an iteration, in s")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(*ends)
+    ax.set_ylim(*ends)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    ax.grid(True, which="major", color="#E4E4E4", linewidth=0.8)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    if title:
+        ax.set_title(title, loc="left", fontsize=12)

@@ -1,16 +1,17 @@
-"""Tables for people: a plan, the measures of an iteration, a run, planners side by side. Per cent, GiB and ms live here only."""
+"""Tables for people: a plan, an iteration, a run, planners and sources side by side. Per cent, GiB and ms live here only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from experiments.agreement import MEMORY, TIME, FitCheck, fit_summary, summary
 from experiments.comparison import Standing, headroom
 from experiments.measured import RunReport
 from partition.search import Result
@@ -21,6 +22,7 @@ from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.trace import short_devices
 
 if TYPE_CHECKING:
+    from experiments.fidelity import Replay  # it would import what only one command needs
     from experiments.plots import MfuCell  # it would import matplotlib
 
 GIB = 2**30
@@ -356,3 +358,145 @@ def _predicted(prediction: MfuCell | None, best_mfu: float | None) -> Text:
         return Text("no plan")
     hfu = "-" if prediction.hfu_at_paper_peaks is None else f"{prediction.hfu_at_paper_peaks * 100:.1f}"
     return Text(f"{hfu} / {prediction.mfu * 100:.1f}", style="bold" if prediction.mfu == best_mfu else "")
+
+
+# --- Sources side by side --------------------------------------------------------------------------------------------
+
+Cells = list[tuple[str, ...]]
+"""The rows of a table, of which the first holds the headings."""
+
+MOST_REASONS = 12
+"""How many reasons are told for which runs were not modelled, the most frequent first; the JSON file has all."""
+
+_ERRORS = {
+    "mean %": "mean_absolute_relative_error",
+    "median %": "median_absolute_relative_error",
+    "90th %": "p90_absolute_relative_error",
+    "bias %": "bias",
+}
+
+
+def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
+    """All tables of a replay with their titles; those that would be empty are left out."""
+    summaries, overall = told.summaries(), summary(told.held_out)
+    judged = ", ".join(f"{count} by {judge}" for judge, count in overall["judges"].items())
+    fitted = "; of the runs that the constants were not fitted on" if told.calibration_ids else ""
+    found = [(f"Errors of iteration times ({judged or 'none'}) and of peak memory{fitted}", source_cells(summaries, overall))]
+    if told.calibration_ids:
+        title = "The same of the runs that they were fitted on"
+        found.append((title, source_cells(told.summaries(calibration=True), summary(told.calibration))))
+    found.append(
+        ("Runs of which the micro-batch or the interleaving is not published, at the best that fits", assumed_cells(summaries))
+    )
+    found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
+    found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.checks)))
+    found.append(("Runs that are not modelled", reason_cells(overall)))
+    return [(title, cells) for title, cells in found if len(cells) > 1]
+
+
+def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any]) -> Cells:
+    """A row per source, that with most compared runs first, and one of all together; errors are absolute, but for the bias.
+
+    A source whose errors are not those of iteration times says of what they are. Memory has columns of its own.
+    """
+    headings = (
+        "source",
+        "runs",
+        "not modelled",
+        "compared",
+        *_ERRORS,
+        "tau",
+        "memory compared",
+        "memory mean %",
+        "memory median %",
+    )
+    ordered = sorted(summaries.items(), key=lambda entry: (-entry[1]["count"], -entry[1]["runs"]))
+    rows = [_source_row(source, told) for source, told in ordered]
+    return [headings, *rows, _source_row("all", overall)]
+
+
+def _source_row(source: str, told: Mapping[str, Any]) -> tuple[str, ...]:
+    quantity = told["quantity"]
+    name = source if quantity in (TIME, MEMORY, None) else f"{source} ({quantity})"
+    # Memory stands in its own columns, where it is all that there is, too.
+    errors = {} if quantity == MEMORY else told
+    memory = told["quantities"].get(MEMORY, {})
+    return (
+        name,
+        str(told["runs"]),
+        str(told["not_modelled"]),
+        str(errors.get("count", 0)),
+        *(_points(errors.get(key), signed=key == "bias") for key in _ERRORS.values()),
+        "-" if told["kendall_tau"] is None or not errors else f"{told['kendall_tau']:.3f}",
+        str(memory.get("count", 0)),
+        _points(memory.get("mean_absolute_relative_error")),
+        _points(memory.get("median_absolute_relative_error")),
+    )
+
+
+def _points(fraction: float | None, signed: bool = False) -> str:
+    """A fraction in per cent, without its sign of per cent."""
+    return "-" if fraction is None else f"{fraction * 100:{'+' if signed else ''}.1f}"
+
+
+def assumed_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
+    """A row per source and quantity of the runs of which something decisive is not published."""
+    rows = [
+        (source, quantity, str(figures["count"]), *(_points(figures[key], signed=key == "bias") for key in _ERRORS.values()))
+        for source, told in summaries.items()
+        for quantity, figures in told["assumed"].items()
+    ]
+    return [("source", "compared in", "runs", *_ERRORS), *rows]
+
+
+def pairs_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
+    """A row per source that has runs which differ in their schedules only."""
+    found = {source: told["pairs"] for source, told in summaries.items() if told["pairs"] is not None}
+    rows = [
+        (source, str(pairs["count"]), str(pairs["right"]), ", ".join(" / ".join(ids) for ids in pairs["wrong"]) or "-")
+        for source, pairs in found.items()
+    ]
+    return [("source", "pairs of schedules", "right order", "wrong"), *rows]
+
+
+def fit_cells(checks: Sequence[FitCheck]) -> Cells:
+    """A row per source and class of runs: whether they ran, ran out of memory, or failed for what may be another reason."""
+    shown = {"ran": "ran", "out_of_memory": "ran out of memory", "failed": "failed, not surely for it"}
+    rows = [
+        (source, shown[group], str(entry["count"]), str(entry["right"]), _points(entry["share"]), str(entry["not_modelled"]))
+        for source, groups in fit_summary(checks).items()
+        for group, entry in groups.items()
+    ]
+    return [("source", "what happened", "judged", "said right", "right %", "not modelled"), *rows]
+
+
+def reason_cells(overall: Mapping[str, Any], reasons: int = MOST_REASONS) -> Cells:
+    """A row per reason for which runs were not modelled, the most frequent first."""
+    found = list(overall["reasons"].items())
+    rows = [(str(count), reason) for reason, count in found[:reasons]]
+    if len(found) > reasons:
+        rows.append((str(sum(count for _, count in found[reasons:])), f"{len(found) - reasons} other reasons"))
+    return [("runs", "not modelled, because"), *rows]
+
+
+def cells_table(title: str, cells: Cells) -> Group:
+    """A table of cells below its title; the cells of a column of figures stand on the right."""
+    table = _table()
+    for i, heading in enumerate(cells[0]):
+        figures = all(_is_figure(row[i]) for row in cells[1:])
+        table.add_column(heading.replace(" ", "\n"), justify="right" if figures else "left", overflow="fold")
+    for row in cells[1:]:
+        table.add_row(*row)
+    return _titled(title, table)
+
+
+def cells_markdown(title: str, cells: Cells) -> str:
+    """The same as Markdown, with a heading."""
+    marks = ["--:" if all(_is_figure(row[i]) for row in cells[1:]) else "---" for i in range(len(cells[0]))]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+    lines.insert(1, f"|{'|'.join(marks)}|")
+    return f"**{title}**\n\n" + "\n".join(lines) + "\n"
+
+
+def _is_figure(text: str) -> bool:
+    return text == "-" or text.lstrip("+-").replace(".", "", 1).replace(",", "").isdecimal()

@@ -15,8 +15,10 @@ from experiments.commands.options import (
     ModelName,
     Precision,
     SequenceLength,
+    StackName,
     budget_s,
     files_behind,
+    on_stack,
     read_clusters,
     read_job,
     whole_number,
@@ -82,6 +84,7 @@ def compare(
     more_clusters: MoreClusterFiles = None,
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
+    stack: StackName = None,
     planners: PlannerNames = "all",
     judge: JudgeName = "simulate",
     budget: Budget = "10s",
@@ -113,7 +116,7 @@ def compare(
     if out is not None:
         check_folder("--out", out)
     files = outputs({"--json": json_file}, inputs=paths)
-    places = read_clusters(paths)
+    places = [on_stack(place, stack) for place in read_clusters(paths)]
     job = read_job(model, global_batch, sequence_length, precision)
     chosen = range(seeds) if seeds is not None else [seed or 0]
     behind = [file for place in places for file in files_behind(place, model)]

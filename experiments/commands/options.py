@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
 from sim.spec.job import Job
 from sim.spec.reading import InputError, quantity
+from sim.spec.stack import stack as stack_named
 from sim.spec.transformer import Transformer, model_file, transformer
 
 MOST_DEFAULT_TOKENS = 4096
@@ -35,6 +37,15 @@ def whole_number(minimum: int) -> Callable[[object], int]:
 
 
 ClusterFile = Annotated[Path, typer.Option("--cluster", metavar="FILE", help="The cluster, a YAML file.")]
+StackName = Annotated[
+    str | None,
+    typer.Option(
+        "--stack",
+        metavar="NAME",
+        help="The software stack in the place of the cluster's, such as megatron-core: a record of sim/spec/constants.yaml.",
+        show_default=False,
+    ),
+]
 ModelName = Annotated[
     str,
     typer.Option("--model", metavar="MODEL", help="A preset such as llama-2-13b, a Hugging Face config.json, or its folder."),
@@ -55,7 +66,12 @@ SequenceLength = Annotated[
 ]
 Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help=f"One of {', '.join(PRECISIONS)}.")]
 JudgeName = Annotated[
-    str, typer.Option("--judge", metavar="NAME", help="What scores the plans of the search: simulate, the event simulation.")
+    str,
+    typer.Option(
+        "--judge",
+        metavar="NAME",
+        help="What says how long a plan takes: simulate, the event simulation, or estimate, which is faster and less exact.",
+    ),
 ]
 Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="How long a search may take: 500ms, 30s, 2min.")]
 Seed = Annotated[
@@ -111,6 +127,16 @@ def read_job(model: str, global_batch: int, sequence_length: int | None, precisi
     shape = transformer(model)
     tokens = default_sequence_length(shape) if sequence_length is None else sequence_length
     return Job(shape, tokens, global_batch, precision)
+
+
+def on_stack(cluster: Cluster, name: str | None) -> Cluster:
+    """The cluster with the stack of the option `--stack` in the place of its own, if one is named. Raises InputError."""
+    if name is None:
+        return cluster
+    try:
+        return replace(cluster, stack=stack_named(name))
+    except InputError as error:
+        raise InputError(f"--stack: {error}") from None
 
 
 def files_behind(cluster: Cluster | None, *models: str | Transformer | None) -> list[Path]:

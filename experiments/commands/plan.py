@@ -19,8 +19,10 @@ from experiments.commands.options import (
     ReportFile,
     Seed,
     SequenceLength,
+    StackName,
     budget_s,
     files_behind,
+    on_stack,
     read_job,
 )
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
@@ -50,6 +52,7 @@ def plan(
     global_batch: GlobalBatch,
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
+    stack: StackName = None,
     planner: PlannerName = "flashflex",
     judge: JudgeName = "simulate",
     budget: Budget = "30s",
@@ -74,7 +77,7 @@ def plan(
     planner_named(planner)
     make_judge = judge_named(judge)
     files = outputs({"--out": out, "--json": json_file}, inputs=[cluster])
-    where = read_cluster(cluster)
+    where = on_stack(read_cluster(cluster), stack)
     files.spare(files_behind(where, model))
     job = read_job(model, global_batch, sequence_length, precision)
     with search_progress(limit_s) as progress:

@@ -17,11 +17,13 @@ from experiments.commands.options import (
     PlanFile,
     ReportFile,
     Seed,
+    StackName,
     TimelineFile,
     TraceFile,
     duration_s,
     errors_about,
     files_behind,
+    on_stack,
     whole_number,
 )
 from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
@@ -85,6 +87,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    stack: StackName = None,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="MODEL", help="A preset or config.json in the place of the plan's.", show_default=False),
@@ -178,6 +181,8 @@ def run(
         raise InputError(f"--print-launch starts nothing that {', '.join(files.paths)} could tell of")
     if address is not None and not print_launch:
         raise InputError("--address is where the nodes of --print-launch meet, which was not given")
+    if stack is not None and cluster is None:
+        raise InputError(f"--stack {stack} takes the place of the stack of --cluster, which was not given")
     for flag, folder in (("--checkpoints", checkpoints), ("--save-weights", save_weights)):
         if folder is not None:
             check_folder(flag, folder)
@@ -215,7 +220,7 @@ def run(
         compile=compile,
         quiet=quiet,
     )
-    where = read_cluster(cluster) if cluster is not None else None
+    where = on_stack(read_cluster(cluster), stack) if cluster is not None else None
     written = read_plan(plan)
     if model is not None:
         transformer(model)  # whose mistake is not the plan's

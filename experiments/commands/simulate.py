@@ -9,24 +9,30 @@ import typer
 
 from experiments.commands.options import (
     ClusterFile,
+    JudgeName,
     PlanFile,
     ReportFile,
     Seed,
+    StackName,
     TimelineFile,
     TraceFile,
     errors_about,
     files_behind,
+    on_stack,
 )
 from experiments.exits import NO_ANSWER, tell_error
+from experiments.judges import judge_named
 from experiments.output import outputs
 from experiments.tables import plan_table, report_table, timeline_title
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate as simulate_plan
-from sim.metrics import infeasible_report, report, report_json
+from sim.metrics import cost_report, infeasible_report, report, report_json
 from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
+from sim.spec.judge import Cost
 from sim.spec.plan import read_plan
 from sim.spec.program import dry_run, program_text
+from sim.spec.reading import InputError
 from sim.spec.trace import trace_json
 
 
@@ -64,10 +70,12 @@ Jitter = Annotated[
 def simulate(
     plan: PlanFile,
     cluster: ClusterFile,
+    stack: StackName = None,
     trace: TraceFile = None,
     timeline: TimelineFile = None,
     json_file: ReportFile = None,
     program: ProgramFile = None,
+    judge: JudgeName = "simulate",
     seed: Seed = 0,
     jitter: Jitter = 0.0,
 ) -> None:
@@ -76,7 +84,8 @@ def simulate(
     Prints the plan, lane by lane, with its time, MFU, memory and cost.
     --trace writes what every lane did when, --timeline draws it, --json
     writes the report, --program the instructions that the plan compiles
-    to. Exit code 1: the plan is not feasible.
+    to. With --judge estimate there is neither trace nor timeline, and the
+    report has no devices and links. Exit code 1: the plan is not feasible.
 
     Example:
 
@@ -85,13 +94,18 @@ def simulate(
         --trace trace.json --timeline timeline.png --json report.json
     """
     began = time.perf_counter()
+    make_judge = judge_named(judge)
+    if judge != "simulate":
+        for flag, given in (("--trace", trace is not None), ("--timeline", timeline is not None), ("--jitter", jitter > 0)):
+            if given:
+                raise InputError(f"{flag} needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
     flags = {"--trace": trace, "--timeline": timeline, "--json": json_file, "--program": program}
     files = outputs(flags, inputs=[plan, cluster])
     if timeline is not None:
         from experiments.pictures import check_picture, draw_timeline  # matplotlib, only where something is drawn
 
         check_picture("--timeline", timeline)
-    where = read_cluster(cluster)
+    where = on_stack(read_cluster(cluster), stack)
     what = read_plan(plan)
     files.spare(files_behind(where, what.model))
     with errors_about(plan):
@@ -114,11 +128,17 @@ def simulate(
         files.finish()
         raise typer.Exit(NO_ANSWER)
     with errors_about(plan):
-        done = simulate_plan(what, where, seed=seed, jitter=jitter)
-        measures = report(done, where, time.perf_counter() - began)
+        if judge == "simulate":
+            done = simulate_plan(what, where, seed=seed, jitter=jitter)
+            measures = report(done, where, time.perf_counter() - began)
+        else:
+            verdict = make_judge(where, what.job(), seed)(what)
+            assert isinstance(verdict, Cost)  # its memory fits
+            measures = cost_report(verdict, time.perf_counter() - began)
     if instructions is not None:
         files.write("--program", instructions)
-    files.write("--trace", trace_json(done))
+    if trace is not None:
+        files.write("--trace", trace_json(done))
     if timeline is not None:
         files.tell(timeline, draw_timeline(done, where, timeline, timeline_title(what, measures)))
     files.write("--json", report_json(measures))

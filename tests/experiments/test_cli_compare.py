@@ -11,6 +11,7 @@ import pytest
 
 from experiments.comparison import Cell, Outcome, compare, ranking, run_cell, winner
 from partition.search import PLANNERS, Result, Search
+from sim.cost.estimate import estimation
 from sim.spec.cluster import read_cluster
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
@@ -52,6 +53,31 @@ def test_every_plan_and_row_of_a_comparison_is_written(motley: Motley, world: Wo
         assert plan.cluster == row["cluster"] and float(row["iteration_s"]) > 0
     for cluster in ("tiny", "other"):
         assert f"tiny-llama on {cluster}, 4 x 1024 tokens, bf16; medians of 2 seeds" in " ".join(ran.out.split())
+
+
+def test_the_judge_of_the_flag_ranks(motley: Motley, world: World) -> None:
+    out = world.folder / "out"
+    ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random", "--judge", "estimate", "--out", out))
+    assert ran.code == 0, ran.err
+    (row,) = csv.DictReader((out / "results.csv").read_text().splitlines())
+    plan = read_plan(out / row["plan"])
+    verdict = estimation(read_cluster(world.cluster), plan.job())(plan)
+    assert row["judge"] == "estimate" and isinstance(verdict, Cost)
+    assert float(row["iteration_s"]) == verdict.iteration_s
+
+
+def test_planners_are_ranked_on_the_stack_that_is_named(motley: Motley, world: World) -> None:
+    clusters = [
+        world.write(f"{name}.yaml", TINY_CLUSTER.replace("name: tiny", f"name: {name}") + line)
+        for name, line in (("plain", ""), ("slow", "stack: {step: 3 s}\n"))
+    ]
+    rows = []
+    for more in ((), ("--stack", "motley")):
+        ran = motley(*arguments(world, "--clusters", *clusters, "--planners", "random", "--json", "-", *more))
+        assert ran.code == 0, ran.err
+        rows.append({row["cluster"]: row["iteration_s"] for row in json.loads(ran.out)})
+    assert rows[0]["slow"] > 3 > rows[0]["plain"]
+    assert rows[1] == {"plain": rows[0]["plain"], "slow": rows[0]["plain"]}
 
 
 def test_the_fastest_planner_stands_first_and_one_without_a_plan_last(

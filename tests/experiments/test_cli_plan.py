@@ -15,7 +15,7 @@ from experiments.commands.options import budget_s, default_sequence_length
 from partition.search import PLANNERS, Search
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.transformer import transformer
-from tests.experiments.conftest import ROOT, Ran, World
+from tests.experiments.conftest import ROOT, TINY_CLUSTER, Ran, World
 
 Motley = Callable[..., Ran]
 
@@ -48,6 +48,28 @@ def test_the_plan_and_the_report_are_written_and_agree_with_simulate(motley: Mot
     assert again["iteration_s"] == answer["iteration_s"] and again["peak_bytes"] == answer["peak_bytes"]
     assert answer["search"]["planner"] == "random" and answer["search"]["judged"] > 0
     assert answer["search"]["stopped"] == "finished"
+
+
+def test_a_search_may_ask_the_estimate_and_tells_the_simulated_figures(motley: Motley, world: World) -> None:
+    out, report = world.folder / "found.json", world.folder / "report.json"
+    ran = motley(*arguments(world, "--judge", "estimate", "--budget", "20s", "--out", out, "--json", report))
+    assert ran.code == 0 and "the judge estimate took the iteration for" in ran.out
+    answer = json.loads(report.read_text())
+    assert answer["search"]["judge"] == "estimate"
+    again = json.loads(motley("simulate", out, "--cluster", world.cluster, "--json", "-").out)
+    assert again["iteration_s"] == answer["iteration_s"] and again["devices"] == answer["devices"] != []
+
+
+def test_plans_are_searched_and_simulated_on_the_stack_that_is_named(motley: Motley, world: World) -> None:
+    slow = world.write("slow.yaml", TINY_CLUSTER + "stack: {host: 1 ms, step: 3 s}\n")
+    out = world.folder / "found.json"
+    ran = motley(*arguments(world, "--cluster", slow, "--stack", "motley", "--budget", "20s", "--out", out, "--json", "-"))
+    assert ran.code == 0, ran.err
+    answer = json.loads(ran.out)
+    assert answer["iteration_s"] < 3
+    # As on the cluster whose stack that is.
+    again = json.loads(motley("simulate", out, "--cluster", world.cluster, "--json", "-").out)
+    assert again["iteration_s"] == answer["iteration_s"]
 
 
 @pytest.mark.parametrize("flag", ["--json", "--out"])

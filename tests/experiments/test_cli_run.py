@@ -28,7 +28,7 @@ from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.plan import Plan, read_plan
 from sim.spec.trace import read_trace
-from tests.experiments.conftest import ROOT, TINY_PLAN, Ran, World
+from tests.experiments.conftest import ROOT, TINY_CLUSTER, TINY_PLAN, Ran, World
 from tests.experiments.runs import result_of
 
 Motley = Callable[..., Ran]
@@ -181,6 +181,23 @@ def test_a_run_on_gpus_has_the_peaks_and_links_of_its_cluster(motley: Motley, wo
     assert written["mfu"] == pytest.approx(written["simulated"]["mfu"])
 
 
+def test_the_simulated_report_is_of_the_stack_that_is_named(motley: Motley, world: World, launched: list[Any]) -> None:
+    slow = world.write("slow.yaml", TINY_CLUSTER + "stack: {step: 3 s}\n")
+    simulated = []
+    for number, more in enumerate(((), ("--stack", "motley"))):
+        file = world.folder / f"{number}.json"
+        ran = motley(*arguments(world, "--device", "cuda", "--cluster", slow, "--json", file, *more, plan=world.plan))
+        assert ran.code == 0, ran.err
+        simulated.append(json.loads(file.read_text())["simulated"]["iteration_s"])
+    assert simulated[0] > 3 > simulated[1]
+
+
+def test_a_stack_needs_the_cluster_whose_it_replaces(motley: Motley, world: World, launched: list[Any]) -> None:
+    ran = motley(*arguments(world, "--stack", "nemo"))
+    assert (ran.code, ran.out) == (2, "") and launched == []
+    assert ran.err == "motley: error: --stack nemo takes the place of the stack of --cluster, which was not given\n"
+
+
 def test_gpus_of_another_kind_than_the_clusters_are_told(motley: Motley, world: World, launched: list[Any]) -> None:
     cluster = world.write("other.yaml", Path(world.cluster).read_text().replace("RTX4090", "RTX3090"))
     ran = motley(*arguments(world, "--device", "cuda", "--cluster", cluster, plan=world.plan))
@@ -287,7 +304,7 @@ def test_a_mistake_is_told_in_one_line_before_anything_starts(
     ("old", "new", "words"),
     [
         ('"precision": "bf16"', '"precision": "fp8"', ["the plan's precision is fp8"]),
-        ('"precision": "bf16"', '"precision": "bf16", "schedule": "zb-v"', ["zb-v", "1f1b"]),
+        ('"precision": "bf16"', '"precision": "bf16", "offload_optimizer": true', ["cannot run offload_optimizer true"]),
         ('"vocab": 256', '"vocab": 256, "position": "alibi"', ["cannot run alibi positions"]),
     ],
 )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
+from sim.cost.estimate import estimation
 from sim.engine import simulate
 from sim.metrics import report
 from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
+from sim.spec.judge import Cost
 from sim.spec.plan import read_plan
 from sim.spec.program import parse_program
 from sim.spec.trace import read_trace
-from tests.experiments.conftest import TINY_PLAN, Ran, World
+from tests.experiments.conftest import TINY_CLUSTER, TINY_PLAN, Ran, World
 
 Motley = Callable[..., Ran]
 
@@ -29,6 +32,36 @@ def test_the_report_is_that_of_the_functions_it_calls(motley: Motley, world: Wor
     assert written["peak_bytes"] == expected.peak_bytes
     assert written["infeasible"] is None
     assert "toy on tiny" in ran.err  # the table is for people, and goes beside it
+
+
+def test_the_estimate_may_judge_instead(motley: Motley, world: World) -> None:
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--judge", "estimate", "--json", "-")
+    cluster, plan = read_cluster(world.cluster), read_plan(world.plan)
+    verdict, simulated = estimation(cluster, plan.job())(plan), report(simulate(plan, cluster), cluster)
+    written = json.loads(ran.out)
+    assert ran.code == 0 and isinstance(verdict, Cost)
+    assert {key: written[key] for key in asdict(verdict)} == asdict(verdict)
+    assert written["iteration_s"] == pytest.approx(simulated.iteration_s, rel=1e-9)  # nothing shares a link here
+    assert (written["infeasible"], written["devices"], written["links"]) == (None, [], [])
+    assert "toy on tiny" in ran.err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--trace", "t.json"), ("--timeline", "t.png"), ("--jitter", "0.1")])
+def test_what_only_the_simulation_has_is_refused_with_the_estimate(motley: Motley, world: World, flag: str, value: str) -> None:
+    before = world.names()
+    place = value if flag == "--jitter" else world.folder / value
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--judge", "estimate", flag, place)
+    assert ran.code == 2 and f"{flag} needs the event simulation" in ran.err and ran.err.count("\n") == 1
+    assert world.names() == before
+
+
+def test_another_software_stack_takes_the_place_of_the_clusters(motley: Motley, world: World) -> None:
+    slow = world.write("slow.yaml", TINY_CLUSTER + "stack: {host: 1 ms}\n")
+    iterations = [
+        json.loads(motley("simulate", world.plan, "--cluster", cluster, *more, "--json", "-").out)["iteration_s"]
+        for cluster, more in ((world.cluster, ()), (slow, ()), (slow, ("--stack", "motley")))
+    ]
+    assert iterations[2] == iterations[0] < iterations[1]
 
 
 def test_the_table_has_a_row_for_each_lane(motley: Motley, world: World) -> None:

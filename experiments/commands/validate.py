@@ -1,0 +1,251 @@
+"""`motley validate`: predictions beside what was measured in published runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from experiments.agreement import TIME
+from experiments.commands.options import whole_number
+from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
+from experiments.output import outputs
+from experiments.progress import count_progress
+from experiments.tables import cells_markdown, cells_table, fidelity_cells
+from sim.spec.reading import InputError, nearest, read_text
+from sim.spec.stack import stacks
+
+if TYPE_CHECKING:
+    from experiments.fidelity import Replay
+    from experiments.published import Run
+
+BEGIN, END = "<!-- begin: motley validate -->", "<!-- end: motley validate -->"
+"""The lines of a Markdown file between which the tables stand."""
+
+DEFAULT_HOLDOUT, DEFAULT_SEED = 0.5, 0
+
+
+def _share(text: object) -> float:
+    """The number of a text, at least 0 and below 1; its error names the value, which typer's own does not."""
+    try:
+        number = float(str(text))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise typer.BadParameter(f"expected a number from 0 to below 1, but got {str(text)!r}")
+    return number
+
+
+RunsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs", metavar="CSV", help="Runs, in the columns of the published ones, which are the default.", show_default=False
+    ),
+]
+FailuresFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--failures",
+        metavar="CSV",
+        help="Runs that failed; by default those published, where --runs is not given.",
+        show_default=False,
+    ),
+]
+Sources = Annotated[
+    list[str] | None, typer.Option("--source", metavar="KEY", help="Only runs of this source; several times.", show_default=False)
+]
+ConstantsFile = Annotated[
+    Path | None,
+    typer.Option("--constants", metavar="FILE", help="Constants that take the place of the shipped ones.", show_default=False),
+]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write all comparisons as JSON; '-' is standard output.", show_default=False),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw predicted over measured times: .png, .svg or .pdf.", show_default=False),
+]
+MarkdownFile = Annotated[
+    Path | None,
+    typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; into a file that exists, between its marks."),
+]
+Fit = Annotated[bool, typer.Option("--fit", help="Fit the constants on a part of the runs first, and report on the others.")]
+Holdout = Annotated[
+    float | None,
+    typer.Option(
+        "--holdout",
+        metavar="SHARE",
+        parser=_share,
+        help=f"The share of each source's runs that --fit does not see; {DEFAULT_HOLDOUT} by default.",
+        show_default=False,
+    ),
+]
+FitSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        parser=whole_number(0),
+        help=f"Seed of the lot that divides the runs for --fit; {DEFAULT_SEED} by default.",
+        show_default=False,
+    ),
+]
+FittedFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the constants that --fit found.", show_default=False)
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        "--jobs",
+        metavar="N",
+        parser=whole_number(1),
+        help="Runs at one time; by default one per core.",
+        show_default=False,
+    ),
+]
+
+
+def validate(
+    runs: RunsFile = None,
+    failures: FailuresFile = None,
+    source: Sources = None,
+    constants: ConstantsFile = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
+    fit: Fit = False,
+    holdout: Holdout = None,
+    seed: FitSeed = None,
+    out: FittedFile = None,
+    processes: Processes = None,
+) -> None:
+    """Predict published runs, and compare with what was measured.
+
+    Prints errors source by source: of iteration times (or the rate that is
+    published instead) and of peak memory, Kendall's tau within the tables,
+    which runs could not be modelled and why. --fit refits the constants on
+    a part of the runs, and reports on those that it did not see. Exit code
+    1: no run could be modelled.
+
+    Examples:
+
+      motley validate --json errors.json --plot parity.png
+
+      motley validate --runs my_runs.csv
+
+      motley validate --fit --holdout 0.5 --seed 0 --out constants.yaml
+    """
+    # They import scipy and read the catalogues, which no other command shall wait for.
+    from experiments.constants import parse_constants, read_constants
+    from experiments.fidelity import FAILED, PUBLISHED, replay, replay_json
+    from experiments.published import read_failures, read_runs
+
+    _check_fit_flags(fit, holdout, seed, out, constants)
+    path, failed_path = runs or PUBLISHED, failures or (FAILED if runs is None else None)
+    inputs = [file for file in (path, failed_path, constants) if file is not None]
+    files = outputs({"--json": json_file, "--plot": plot, "--markdown": markdown, "--out": out}, inputs=inputs)
+    around = ("", "") if markdown is None else _around(markdown)
+    if plot is not None:
+        from experiments.pictures import check_picture  # matplotlib, only where something is drawn
+
+        check_picture("--plot", plot)
+    chosen = None if constants is None else read_constants(constants)
+    measured, failed = _chosen(source, path, read_runs(path), [] if failed_path is None else read_failures(failed_path))
+    calibration_ids = frozenset[str]()
+    if fit:
+        from experiments.fitting import fit as fit_constants
+
+        share, lot = DEFAULT_HOLDOUT if holdout is None else holdout, seed or DEFAULT_SEED
+        with count_progress("software stacks fitted", len(stacks())) as progress:
+            fitted = fit_constants(measured, failed, lot, share, progress, processes)
+        chosen, calibration_ids = parse_constants(fitted.constants_text, "the fitted constants"), fitted.calibration_ids
+    with count_progress("runs", len(measured) + len(failed)) as progress:
+        told, interrupted = replay(measured, failed, chosen, processes, progress)
+    if interrupted:
+        tell_error("interrupted: nothing was written")
+        raise typer.Exit(INTERRUPTED)
+    told = replace(told, calibration_ids=calibration_ids)
+    if fit:
+        files.write("--out", fitted.constants_text)
+    files.write("--json", replay_json(told))
+    if plot is not None:
+        files.tell(plot, _draw(told, plot))
+    if markdown is not None:
+        files.write("--markdown", around[0] + _markdown(told, markdown, plot) + around[1])
+    for title, cells in fidelity_cells(told):
+        files.console.print(cells_table(title, cells))
+        files.console.print()
+    files.finish()
+    if not any(c.predicted is not None for c in told.comparisons):
+        tell_error(f"none of {len(measured)} runs could be modelled")
+        raise typer.Exit(NO_ANSWER)
+
+
+def _check_fit_flags(fit: bool, holdout: float | None, seed: int | None, out: Path | None, constants: Path | None) -> None:
+    """Nothing. Raises InputError for flags that --fit needs, that need --fit, or that exclude it."""
+    if fit and out is None:
+        raise InputError("--fit needs --out FILE, where the constants are written")
+    if fit and constants is not None:
+        raise InputError(f"--fit finds the constants, so that --constants {constants} would not be used; leave one of them out")
+    for flag, value in (("--holdout", holdout), ("--seed", seed), ("--out", out)):
+        if not fit and value is not None:
+            raise InputError(f"{flag} {value} says how to fit the constants, but --fit is not given")
+
+
+def _chosen(
+    sources: Sequence[str] | None, path: Path, runs: Sequence[Run], failures: Sequence[Run]
+) -> tuple[list[Run], list[Run]]:
+    """The runs, and the failed runs, of these sources, or all. Raises InputError for a source that no run is of."""
+    known = list(dict.fromkeys(run.source_key for run in (*runs, *failures)))
+    for source in sources or ():
+        if source not in known:
+            raise InputError(
+                f"--source: {path} has no run of {source!r}{nearest(source, known) or ';'} it has {', '.join(known)}"
+            )
+
+    def of_these(some: Sequence[Run]) -> list[Run]:
+        return [run for run in some if not sources or run.source_key in sources]
+
+    return of_these(runs), of_these(failures)
+
+
+def _around(path: Path) -> tuple[str, str]:
+    """What stands before and after the tables in a Markdown file: nothing, where there is no such file yet.
+
+    Raises InputError for a file without the marks, which would be overwritten.
+    """
+    if not path.is_file():
+        return "", ""
+    before, begin, rest = read_text(path).partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InputError(f"--markdown: {path} exists, and has no lines {BEGIN!r} and {END!r} for the tables to go between")
+    return before, after or "\n"
+
+
+def _markdown(told: Replay, path: Path, plot: Path | None) -> str:
+    """The tables between their marks, below the picture, where one is drawn."""
+    parts = [cells_markdown(title, cells) for title, cells in fidelity_cells(told)]
+    if plot is not None:
+        place = Path(os.path.relpath(plot, path.parent)).as_posix()
+        parts.insert(0, f"![predicted over measured iteration times]({place})\n")
+    return "\n".join([BEGIN, "", *parts, END]) + ("" if path.is_file() else "\n")
+
+
+def _draw(told: Replay, path: Path) -> Path | None:
+    """Where the earlier picture is kept now, if any. Draws predicted over measured iteration times."""
+    from experiments.pictures import draw_parity
+    from experiments.plots import ParityPoint
+
+    points = [
+        ParityPoint(c.source_key, c.measured, c.predicted)
+        for c in told.held_out
+        if c.quantity == TIME and c.predicted and c.measured and not c.assumed
+    ]
+    return draw_parity(points, path, f"{len(points)} iteration times, predicted and measured")

@@ -1,0 +1,374 @@
+"""Predictions of published runs beside what was measured: a replay of all of them, in parallel processes.
+
+A run is compared in the first figure of its speed that is published (iteration time, else tokens/s, TFLOP/s, MFU, HFU, by the
+publication's own counting), and in its peak memory. Runs that cannot be modelled are kept, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.agreement import (
+    MEMORY,
+    SPEEDS,
+    TIME,
+    Comparison,
+    FitCheck,
+    by_source,
+    fit_summary,
+    summary,
+)
+from experiments.constants import Constants
+from experiments.parallel import in_processes
+from experiments.published import Modelled, NotModelled, Run, modelled, read_assumptions
+from sim.cost.estimate import Estimate
+from sim.cost.feasibility import infeasible
+from sim.cost.memory import peak_bytes
+from sim.cost.network import Network
+from sim.engine import simulate
+from sim.metrics import recompute_flop
+from sim.spec.cluster import Cluster
+from sim.spec.compile import instruction_estimate
+from sim.spec.counts import layer_forward_flop, layer_recompute_flop, model_flop, total_parameters
+from sim.spec.plan import Plan
+from sim.spec.reading import InputError
+
+DATA = Path(__file__).parent / "data"
+PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
+"""The runs that are shipped: those that were measured, and those that failed."""
+
+IN_GIB = ("torchtitan", "sailor_het", "sailor_gh", "simumax_b200", "llmq")
+"""The sources whose `peak_mem_gb` is in GiB; that of others is in GB."""
+
+MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 64
+"""Programs of up to so many instructions, on up to so many GPUs, are simulated. Of larger ones the estimate is taken, which
+equals the simulation where no transfers slow one another, and is faster."""
+
+ESTIMATE, SIMULATION, BYTES = "estimate", "simulation", "memory"
+
+
+# --- One run ---------------------------------------------------------------------------------------------------------
+
+
+def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
+    """The comparisons of one run: its speed and its memory, each where it is published.
+
+    A run that cannot be modelled, or of which nothing is published that could be compared, has one, which says why. Of a run
+    whose plan is not published whole, the best of the plans that fit is taken, and its comparisons are marked as assumed.
+    """
+    quantities = _published(run)
+    empty = _comparison(run, quantities[0] if quantities else None)
+    if not quantities:
+        return [replace(empty, note="nothing to compare is published")]
+    world = modelled(run, read_assumptions())
+    if isinstance(world, NotModelled):
+        return [replace(empty, note=world.reason)]
+    try:
+        plan, cluster, seconds, judge = _best(world, constants)
+    except _Unmodelled as error:
+        return [replace(empty, note=str(error))]
+    open_ = unpublished(world)
+    note = f"assumed: {', '.join(open_)}" if open_ else ""
+    found = []
+    for quantity in quantities:
+        comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_))
+        if quantity == MEMORY:
+            found.append(replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES))
+        else:
+            predicted = _speed(quantity, run, plan, cluster, seconds)
+            found.append(replace(comparison, predicted=predicted, judge=judge))
+    return found
+
+
+def unpublished(world: Modelled) -> list[str]:
+    """What is not published of the plan itself, so that several were tried: the micro-batch, and how the stages interleave.
+
+    All else that is assumed is the same for all runs of a source.
+    """
+    return [what for what in world.assumed if what.startswith(("micro_batch ", "vpp "))]
+
+
+class _Unmodelled(Exception):
+    """Why no plan of a run can be judged."""
+
+
+def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float, str]:
+    """The plan of a run, or the fastest that fits of those it may have had, with its cluster, seconds and judge."""
+    found: list[tuple[float, str, Plan, Cluster]] = []
+    refusals: list[str] = []
+    network = _network(world.cluster, constants)
+    cluster = network.cluster
+    for plan in world.candidates:
+        try:
+            reason = infeasible(plan, cluster)
+            # What was run did fit, whatever is said of its memory; of that, other figures tell.
+            if reason is not None and (unpublished(world) or reason.reason != "memory"):
+                refusals.append(reason.message)
+            else:
+                found.append((*iteration(plan, cluster, network), plan, cluster))
+        except InputError as error:  # a plan of which no program is made
+            refusals.append(str(error))
+    if not found:
+        raise _Unmodelled(f"not modelled: {refusals[0]}")
+    seconds, judge, plan, cluster = min(found, key=lambda entry: entry[0])
+    return plan, cluster, seconds, judge
+
+
+_latest: list[tuple[Cluster, Constants | None, Network]] = []
+"""The cluster that was asked for last, with its network; rows that are alike share their cluster."""
+
+
+def _network(cluster: Cluster, constants: Constants | None) -> Network:
+    """The network of a cluster with these constants; its paths serve every plan, and every row that follows on the same one."""
+    if not _latest or _latest[0][0] is not cluster or _latest[0][1] != constants:
+        _latest[:] = [(cluster, constants, Network(cluster if constants is None else constants.applied(cluster)))]
+    return _latest[0][2]
+
+
+def iteration(plan: Plan, cluster: Cluster, network: Network) -> tuple[float, str]:
+    """Seconds of one iteration of the plan, and which judge says so: the simulation of small programs, the estimate of others."""
+    if len(plan.devices) <= MOST_SIMULATED_GPUS and instruction_estimate(plan) <= MOST_SIMULATED:
+        return simulate(plan, cluster, network=network).iteration_s, SIMULATION
+    return Estimate(plan, cluster, network).iteration_s(), ESTIMATE
+
+
+# --- Figures of a run ------------------------------------------------------------------------------------------------
+
+
+def _published(run: Run) -> list[str]:
+    """The quantities to compare: the first speed that is published, and memory."""
+    speed = next((quantity for quantity in SPEEDS if _measured(run, quantity) is not None), None)
+    return [quantity for quantity in (speed, MEMORY) if quantity is not None and _measured(run, quantity) is not None]
+
+
+def _measured(run: Run, quantity: str) -> float | None:
+    """The published figure, in the unit of its column."""
+    value = getattr(run, quantity, None)
+    return None if value is None else float(value)
+
+
+def _comparison(run: Run, quantity: str | None) -> Comparison:
+    """The comparison of one quantity, still without a prediction."""
+    return Comparison(
+        id=run.id,
+        source_key=run.source_key,
+        quantity=quantity,
+        predicted=None,
+        measured=None if quantity is None else _measured(run, quantity),
+        table=run.table_or_fig or "",
+        schedule=" ".join(str(part) for part in (run.schedule, run.vpp) if part is not None),
+        parallelisation=(run.tp, run.pp, run.cp, run.ep, run.zero_stage_or_fsdp, run.plan_json),
+        setting=(
+            *(run.table_or_fig, run.model_name, run.num_layers, run.seq_len, run.num_gpus, run.precision),
+            *(run.tp, run.pp, run.dp, run.cp, run.ep, run.zero_stage_or_fsdp, run.plan_json),
+            *(run.micro_batch, run.global_batch, run.recompute, run.sequence_parallel, run.framework),
+        ),
+    )
+
+
+def _peak(run: Run, plan: Plan, cluster: Cluster) -> float:
+    """The predicted peak of the fullest device, in the unit of the run's column."""
+    return max(peak_bytes(plan, cluster).values()) / _memory_unit_bytes(run)
+
+
+def _memory_unit_bytes(run: Run) -> float:
+    """The bytes of the unit in which a run's peak memory is given."""
+    return 2.0**30 if run.source_key in IN_GIB else 1e9
+
+
+def measured_peak_bytes(run: Run) -> float:
+    """The measured peak memory of a run that has one. Raises ValueError else."""
+    if run.peak_mem_gb is None:
+        raise ValueError(f"the run {run.id} has no peak_mem_gb")
+    return run.peak_mem_gb * _memory_unit_bytes(run)
+
+
+def _speed(quantity: str, run: Run, plan: Plan, cluster: Cluster, seconds: float) -> float:
+    """The predicted figure in the unit of the quantity's column, counted as the publication counts it."""
+    if quantity == TIME:
+        return seconds
+    if quantity == "tokens_per_s":
+        return plan.global_batch * plan.sequence_length / seconds
+    counting = run.tflops_counting or ""
+    if quantity == "tflops_per_gpu":
+        return counted_flop(plan, counting) / seconds / len(cluster.devices) / 1e12
+    flop = counted_flop(plan, counting) if quantity == "mfu_pct" else model_flop_of(plan) + recompute_flop(plan)
+    return 100 * flop / seconds / _peak_flop_per_s(plan, cluster, counting)
+
+
+def _peak_flop_per_s(plan: Plan, cluster: Cluster, counting: str) -> float:
+    """The peak that an MFU divides by: the one that the publication names, or that of the kinds at the plan's precision."""
+    named = re.search(r"peak ([0-9.]+) TFLOPS", counting)
+    if named is not None:
+        return float(named[1]) * 1e12 * len(cluster.devices)
+    return cluster.peak_flop_per_s(plan.precision)
+
+
+def model_flop_of(plan: Plan) -> int:
+    """FLOP of one iteration of a plan, without recomputation."""
+    return model_flop(plan.transformer, plan.global_batch, plan.sequence_length)
+
+
+def counted_flop(plan: Plan, counting: str) -> float:
+    """FLOP of one iteration of the plan, as a publication counts them that describes its counting in these words.
+
+    '96 B s l h^2 ...' takes full recomputation of every layer for granted (Narayanan et al., 2021, arXiv:2104.04473, section
+    5.1); 'incl. recompute' adds what the plan recomputes; '6N + 12 L h s' is per token, N with embeddings (PaLM,
+    arXiv:2204.02311, appendix B); 'causal attention counted half'; all else is the model's FLOP, without recomputation.
+    """
+    model, tokens = plan.transformer, plan.global_batch * plan.sequence_length
+    if re.search(r"\b96(Bsl|-formula)", counting):
+        return model_flop_of(plan) + model.layers * layer_recompute_flop(model, tokens, plan.sequence_length, "full")
+    if re.search(r"\b6N", counting):
+        width = model.heads * model.head_dim
+        return (6 * total_parameters(model) + 12 * model.layers * width * plan.sequence_length) * tokens
+    if re.search(r"causal attention counted half", counting):
+        attention = layer_forward_flop(model, tokens, plan.sequence_length).attention
+        return model_flop_of(plan) - 3 * model.layers * attention / 2
+    if re.search(r"HW flops|(?<!no )\bincl\. recompute", counting):
+        return model_flop_of(plan) + recompute_flop(plan)
+    return model_flop_of(plan)
+
+
+# --- Memory: did it fit? ---------------------------------------------------------------------------------------------
+
+
+def check_fit(run: Run, ran: bool, constants: Constants | None = None, exact: bool = True) -> FitCheck:
+    """Whether a run is said to fit into its devices' memory, beside whether it `ran`.
+
+    `exact` says whether memory is known to be why a run failed. A run whose plan is not published whole tells nothing, and
+    counts as not modelled.
+    """
+    empty = FitCheck(run.id, run.source_key, ran, None, exact)
+    world = modelled(run, read_assumptions())
+    if isinstance(world, NotModelled):
+        return replace(empty, note=world.reason)
+    if open_ := unpublished(world):
+        return replace(empty, note=f"assumed: {', '.join(open_)}")
+    try:
+        reason = infeasible(world.plan, world.cluster if constants is None else constants.applied(world.cluster))
+    except InputError as error:
+        return replace(empty, note=f"not modelled: {error}")
+    if reason is not None and reason.reason != "memory":
+        return replace(empty, note=f"not modelled: {reason.message}")
+    return replace(empty, fits=reason is None)
+
+
+def is_out_of_memory(failure: str) -> bool:
+    """Whether these words say that a run failed for lack of memory, and for nothing else."""
+    return re.fullmatch(r"(oom|out of memory)( error)?", failure.strip(), re.IGNORECASE) is not None
+
+
+# --- All runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All comparisons, in the order of the runs, and what was said of the memory of runs that failed, and of those that ran."""
+
+    comparisons: tuple[Comparison, ...]
+    checks: tuple[FitCheck, ...]
+    calibration_ids: frozenset[str] = frozenset()
+    """The runs that the constants were fitted on just now; they are told of apart."""
+
+    @property
+    def held_out(self) -> list[Comparison]:
+        """The comparisons that count: all but those of runs that the constants were fitted on."""
+        return [c for c in self.comparisons if c.id not in self.calibration_ids]
+
+    @property
+    def calibration(self) -> list[Comparison]:
+        """The others."""
+        return [c for c in self.comparisons if c.id in self.calibration_ids]
+
+    def summaries(self, calibration: bool = False) -> dict[str, dict[str, Any]]:
+        """The summary of each source, in the order of the runs."""
+        return {source: summary(own) for source, own in by_source(self.calibration if calibration else self.held_out).items()}
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One run of a replay: whether it is to be compared, and whether its memory is to be checked."""
+
+    run: Run
+    ran: bool
+    checked: bool
+    exact: bool
+    constants: Constants | None
+
+
+def _judged(task: _Task) -> tuple[list[Comparison], list[FitCheck]]:
+    """What is found of one run. An error of ours is told with the run, so that it does not spoil the replay of the others."""
+    run = task.run
+    try:
+        compared = predict(run, task.constants) if task.ran else []
+        checks = [check_fit(run, task.ran, task.constants, task.exact)] if task.checked else []
+    except Exception as error:
+        note = f"not modelled: {type(error).__name__}: {' '.join(str(error).split())}"
+        compared = [replace(_comparison(run, next(iter(_published(run)), None)), note=note)] if task.ran else []
+        checks = [FitCheck(run.id, run.source_key, task.ran, None, task.exact, note)] if task.checked else []
+    return compared, checks
+
+
+def _size(run: Run) -> tuple[int, str, str, str]:
+    """By what runs are sorted: the number of GPUs, then what else their clusters are made of."""
+    return run.num_gpus or 0, run.source_key, str(run.gpu_type), f"{run.gpus_per_node} {run.inter_node_GBps_per_node}"
+
+
+def replay(
+    runs: Sequence[Run],
+    failures: Sequence[Run] = (),
+    constants: Constants | None = None,
+    processes: int | None = None,
+    progress: Callable[[], None] | None = None,
+) -> tuple[Replay, bool]:
+    """What was predicted of all runs, and whether Ctrl-C ended the work early; `progress` is called once for each.
+
+    The memory of failed runs is checked, and that of the runs of those sources whose failures are told to be for memory.
+    """
+    exact = {run.source_key for run in failures if is_out_of_memory(run.failure or "")}
+    tasks = [_Task(run, True, run.source_key in exact, True, constants) for run in runs]
+    tasks += [_Task(run, False, True, is_out_of_memory(run.failure or ""), constants) for run in failures]
+    # The largest first, so that all processes end together; those on the same cluster follow one another.
+    order = sorted(range(len(tasks)), key=lambda i: _size(tasks[i].run), reverse=True)
+    found, interrupted = in_processes(_judged, [tasks[i] for i in order], processes, progress)
+    done = [judged for _, judged in sorted(zip(order, found, strict=True), key=lambda entry: entry[0]) if judged is not None]
+    return Replay(tuple(c for compared, _ in done for c in compared), tuple(c for _, checks in done for c in checks)), interrupted
+
+
+# --- The file --------------------------------------------------------------------------------------------------------
+
+
+def replay_json(told: Replay) -> str:
+    """The text of a replay's file: `runs`, one a line, `sources`, `overall`, `out_of_memory`, and `calibration` after a fit."""
+    runs = [json.dumps(_row(c, told), ensure_ascii=False, allow_nan=False) for c in told.comparisons]
+    parts: dict[str, object] = {
+        "sources": told.summaries(),
+        "overall": summary(told.held_out),
+        "out_of_memory": fit_summary(told.checks),
+    }
+    if told.calibration_ids:
+        parts["calibration"] = {"sources": told.summaries(calibration=True), "overall": summary(told.calibration)}
+    rest = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False, allow_nan=False)}" for key, value in parts.items()]
+    return '{\n  "runs": [\n' + ",\n".join(f"    {row}" for row in runs) + "\n  ],\n" + ",\n".join(rest) + "\n}\n"
+
+
+def _row(c: Comparison, told: Replay) -> dict[str, Any]:
+    """The flat row of one comparison."""
+    return {
+        "id": c.id,
+        "source_key": c.source_key,
+        "quantity": c.quantity,
+        "predicted": c.predicted,
+        "measured": c.measured,
+        "relative_error": c.relative_error,
+        "note": c.note,
+        "judge": c.judge,
+        "assumed": c.assumed,
+        "calibration": c.id in told.calibration_ids,
+    }

@@ -1,0 +1,207 @@
+"""`motley validate`: small files of runs, what is written, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from experiments import fidelity, fitting
+from experiments.published import Run
+from tests.experiments.conftest import Ran, World
+from tests.experiments.test_cli_errors import assert_refused
+
+Motley = Callable[..., Ran]
+
+COLUMNS = (
+    "id,source_key,table_or_fig,gpu_type,num_gpus,gpus_per_node,intra_node_link,model_name,num_layers,hidden,ffn_hidden,heads,"
+    "kv_heads,seq_len,vocab,global_batch,micro_batch,tp,pp,dp,recompute,precision,iter_time_s,tflops_per_gpu,peak_mem_gb"
+)
+SHAPE = "A100-80GB-SXM,8,8,NVLink3,GPT,4,1024,4096,16,16,1024,51200,16,2"
+ROWS = (
+    f"v-1,vtrain_single,t,{SHAPE},1,1,8,full,fp16,0.1,,",
+    f"v-2,vtrain_single,t,{SHAPE},2,2,2,full,fp16,0.2,,10",
+    f"v-3,vtrain_single,t,{SHAPE},8,1,1,full,fp16,0.4,,",
+    f"v-4,vtrain_single,t,{SHAPE},8,1,2,full,fp16,0.4,,",
+    f"k-1,korth,t,{SHAPE},4,1,2,full,fp16,,30,",
+)
+
+
+@pytest.fixture
+def runs(world: World) -> str:
+    return world.write("runs.csv", "\n".join([COLUMNS, *ROWS]) + "\n")
+
+
+def test_runs_are_compared_source_by_source_and_all_are_in_the_file(motley: Motley, world: World, runs: str) -> None:
+    report = world.folder / "out.json"
+    ran = motley("validate", "--runs", runs, "--json", report, "--jobs", 1)
+    assert ran.code == 0, ran.err
+    found = json.loads(report.read_text())
+    assert [(row["id"], row["quantity"]) for row in found["runs"]] == [
+        ("v-1", "iter_time_s"),
+        ("v-2", "iter_time_s"),
+        ("v-2", "peak_mem_gb"),
+        ("v-3", "iter_time_s"),
+        ("v-4", "iter_time_s"),
+        ("k-1", "tflops_per_gpu"),
+    ]
+    for row in found["runs"]:
+        if row["id"] == "v-4":
+            assert (row["predicted"], row["relative_error"]) == (None, None)
+            assert row["note"] == "not modelled: degrees 8 x 1 x 2 = 16, but num_gpus is 8"
+        else:
+            assert row["relative_error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    errors = [row["relative_error"] for row in found["runs"] if row["quantity"] == "iter_time_s" and row["predicted"]]
+    source = found["sources"]["vtrain_single"]
+    assert source["count"] == 3 and source["bias"] == pytest.approx(sum(errors) / 3)
+    assert source["mean_absolute_relative_error"] == pytest.approx(sum(map(abs, errors)) / 3)
+    assert source["kendall_tau"] is not None and -1 <= source["kendall_tau"] <= 1
+    assert found["sources"]["korth"]["quantity"] == "tflops_per_gpu"
+    assert (found["overall"]["runs"], found["overall"]["not_modelled"]) == (5, 1)
+    assert "vtrain_single" in ran.out and "degrees 8 x 1 x 2 = 16" in ran.out and f"wrote {report}" in ran.out
+
+
+def test_the_same_runs_in_several_processes_have_the_same_errors(motley: Motley, world: World, runs: str) -> None:
+    files = [world.folder / f"{jobs}.json" for jobs in (1, 2)]
+    for jobs, file in enumerate(files, 1):
+        assert motley("validate", "--runs", runs, "--json", file, "--jobs", jobs).code == 0
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_without_files_the_shipped_runs_are_replayed(
+    motley: Motley, world: World, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = world.write("failed.csv", f"{COLUMNS.split(',', 1)[1]},failure\n" + ROWS[0].split(",", 1)[1] + ",OOM\n")
+    monkeypatch.setattr(fidelity, "PUBLISHED", Path(runs))
+    monkeypatch.setattr(fidelity, "FAILED", Path(failed))
+    ran = motley("validate", "--jobs", 1, "--json", "-", "--source", "vtrain_single")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert list(found["sources"]) == ["vtrain_single"]
+    assert found["out_of_memory"]["vtrain_single"] == {
+        "ran": {"count": 3, "right": 3, "not_modelled": 1, "share": 1.0},
+        "out_of_memory": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0},
+    }
+    assert "ran out of memory" in ran.err
+
+
+def test_the_picture_and_the_tables_are_written_and_rewritten_between_their_marks(
+    motley: Motley, world: World, runs: str
+) -> None:
+    pages, picture = world.folder / "docs" / "fidelity.md", world.folder / "docs" / "images" / "parity.png"
+    asked = ("validate", "--runs", runs, "--jobs", 1, "--plot", picture, "--markdown", pages)
+    assert motley(*asked).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = pages.read_text()
+    assert "](images/parity.png)" in text and "| vtrain_single | 4 | 1 | 3 |" in text
+    pages.write_text(f"# Fidelity\n\nbefore\n\n{text.replace('vtrain_single', 'something old')}\nafter\n")
+    assert motley(*asked).code == 0
+    assert pages.read_text() == f"# Fidelity\n\nbefore\n\n{text}\nafter\n"
+
+
+def test_constants_of_a_file_are_used(motley: Motley, world: World, runs: str) -> None:
+    constants = world.write("mine.yaml", "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n")
+    times = []
+    for more in ((), ("--constants", constants)):
+        ran = motley("validate", "--runs", runs, "--jobs", 1, "--json", "-", *more)
+        times.append(json.loads(ran.out)["runs"][0]["predicted"])
+    assert times[1] > 10 * times[0]
+
+
+def test_after_a_fit_only_runs_that_it_did_not_see_count(
+    motley: Motley, world: World, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    @dataclass(frozen=True)
+    class Found:
+        constants_text: str = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n"
+        calibration_ids: frozenset[str] = frozenset({"v-1", "v-3"})
+
+    def fit(runs: list[Run], seed: int, holdout: float, progress: object) -> Found:
+        asked.append(([run.id for run in runs], seed, holdout))
+        return Found()
+
+    monkeypatch.setattr(fitting, "fit", fit, raising=False)
+    constants, report = world.folder / "constants.yaml", world.folder / "out.json"
+    ran = motley("validate", "--runs", runs, "--jobs", 1, "--fit", "--seed", 7, "--out", constants, "--json", report)
+    assert ran.code == 0, ran.err
+    assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5)]
+    assert constants.read_text() == Found().constants_text
+    found = json.loads(report.read_text())
+    by_id = {row["id"]: row for row in found["runs"] if row["quantity"] == "iter_time_s"}
+    assert found["sources"]["vtrain_single"]["count"] == 1
+    assert found["sources"]["vtrain_single"]["bias"] == by_id["v-2"]["relative_error"] > 1  # with the constants of the fit
+    assert found["calibration"]["sources"]["vtrain_single"]["count"] == 2
+    assert [by_id[run]["calibration"] for run in ("v-1", "v-2", "v-3")] == [True, False, True]
+    assert "not fitted on" in ran.out and "were fitted on" in ran.out
+
+
+def test_where_no_run_can_be_modelled_the_exit_code_is_one(motley: Motley, world: World) -> None:
+    only = world.write("one.csv", f"{COLUMNS}\n{ROWS[3]}\n")
+    ran = motley("validate", "--runs", only, "--jobs", 1)
+    assert ran.code == 1 and "none of 1 runs could be modelled" in ran.err
+
+
+def test_an_interrupt_leaves_nothing_behind(motley: Motley, world: World, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fidelity, "predict", interrupted)
+    before = world.names()
+    ran = motley(
+        "validate", "--runs", runs, "--jobs", 1, "--json", world.folder / "out.json", "--markdown", world.folder / "out.md"
+    )
+    assert ran.code == 130 and ran.err.startswith("motley: interrupted")
+    assert world.names() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["runs.csv", "is empty"]),
+        (f"{COLUMNS}\n", ["runs.csv", "holds no runs"]),
+        ("a,b\n1,2\n", ["runs.csv", "unknown column 'a'"]),
+        ("id,source_key\nx,y\n", ["runs.csv", "the column 'gpu_type' is missing"]),
+        (f"{COLUMNS}\n{ROWS[0].replace('0.1', 'fast')}\n", ["runs.csv, line 2", "iter_time_s", "'fast'"]),
+    ],
+)
+def test_a_mistake_in_a_file_of_runs_is_told_in_one_line(motley: Motley, world: World, text: str, words: list[str]) -> None:
+    file = world.write("runs.csv", text)
+    assert_refused(motley("validate", "--runs", file, "--json", world.folder / "out.json"), 2, *words)
+    assert world.names() == {"runs.csv", "tiny.yaml", "plan.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--runs", "nowhere.csv"), ["nowhere.csv: cannot be read"]),
+        (("--source", "vtrain"), ["--source", "no run of 'vtrain'", "did you mean vtrain_single?"]),
+        (("--plot", "parity.gif"), ["--plot", ".png, .svg, .pdf", "'parity.gif'"]),
+        (("--jobs", "0"), ["whole number of at least 1", "'0'"]),
+        (("--fit",), ["--fit needs --out FILE"]),
+        (("--holdout", "0.5"), ["--holdout 0.5", "--fit is not given"]),
+        (("--out", "constants.yaml"), ["--out constants.yaml", "--fit is not given"]),
+        (("--fit", "--out", "x.yaml", "--holdout", "1"), ["from 0 to below 1", "'1'"]),
+        (("--fit", "--out", "x.yaml", "--constants", "y.yaml"), ["--constants y.yaml"]),
+        (("--constants", "nowhere.yaml"), ["nowhere.yaml: cannot be read"]),
+        (("--json", "same.txt", "--markdown", "same.txt"), ["--markdown and --json both go to same.txt"]),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_line(
+    motley: Motley, world: World, runs: str, arguments: tuple[str, ...], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.folder)
+    before = world.names()
+    given = () if "--runs" in arguments else ("--runs", runs)
+    assert_refused(motley("validate", *given, *arguments), 2, *words)
+    assert world.names() == before
+
+
+def test_a_markdown_file_without_marks_is_not_overwritten(motley: Motley, world: World, runs: str) -> None:
+    page = world.write("page.md", "mine\n")
+    assert_refused(motley("validate", "--runs", runs, "--markdown", page), 2, "page.md exists", "begin: motley validate")
+    assert Path(page).read_text() == "mine\n"

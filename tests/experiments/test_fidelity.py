@@ -1,0 +1,400 @@
+"""Predictions beside measurements: statistics against figures worked out by hand, countings against published formulas."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from experiments import fidelity
+from experiments.agreement import (
+    MEMORY,
+    TIME,
+    Comparison,
+    FitCheck,
+    TableRanking,
+    fit_summary,
+    kendall_tau,
+    schedule_pairs,
+    statistics,
+    summary,
+    table_rankings,
+)
+from experiments.constants import Constants, parse_constants, read_constants
+from experiments.fidelity import (
+    ESTIMATE,
+    SIMULATION,
+    Replay,
+    check_fit,
+    counted_flop,
+    is_out_of_memory,
+    predict,
+    replay,
+    replay_json,
+)
+from experiments.plots import ParityPoint, plot_parity
+from experiments.published import Modelled, Run, modelled, read_assumptions
+from sim.cost.memory import peak_bytes
+from sim.cost.network import Network
+from sim.spec.cluster import Cluster
+from sim.spec.gpu import CONSTANTS, efficiencies
+from sim.spec.plan import Plan
+from sim.spec.reading import InputError
+from sim.spec.stack import stacks
+
+GPT_22B = Run(
+    id="mine-1",
+    source_key="vtrain_single",
+    gpu_type="A100-80GB-SXM",
+    num_gpus=8,
+    gpus_per_node=8,
+    intra_node_link="NVLink3",
+    model_name="GPT",
+    num_layers=4,
+    hidden=1024,
+    ffn_hidden=4096,
+    heads=16,
+    kv_heads=16,
+    seq_len=1024,
+    vocab=51200,
+    global_batch=16,
+    micro_batch=2,
+    tp=2,
+    pp=2,
+    dp=2,
+    recompute="full",
+    precision="fp16",
+    iter_time_s=1.0,
+)
+
+
+def compared(predicted: float | None, measured: float, id: str = "a-1", **changes: object) -> Comparison:
+    """A comparison of iteration times of the source 'a'."""
+    return Comparison(**{"id": id, "source_key": "a", "quantity": TIME, "predicted": predicted, "measured": measured, **changes})  # type: ignore[arg-type]
+
+
+# --- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_worked_out_by_hand() -> None:
+    # Errors -0.5, -0.1, 0, 0.2, 1: absolute 0, 0.1, 0.2, 0.5, 1; the 90th percentile lies at 0.9 * 4 = 3.6 of them.
+    found = statistics([compared(p, 10.0) for p in (5.0, 9.0, 10.0, 12.0, 20.0)] + [compared(None, 10.0)])
+    assert found is not None
+    assert found.count == 5
+    assert found.mean_absolute_relative_error == pytest.approx(1.8 / 5)
+    assert found.median_absolute_relative_error == pytest.approx(0.2)
+    assert found.p90_absolute_relative_error == pytest.approx(0.5 + 0.6 * 0.5)
+    assert found.bias == pytest.approx(0.6 / 5)
+
+
+def test_of_nothing_there_are_no_statistics() -> None:
+    assert statistics([compared(None, 10.0)]) is None
+
+
+def test_kendalls_tau_is_one_less_two_for_each_pair_in_the_wrong_order() -> None:
+    measured = [1.0, 2.0, 3.0, 4.0]
+    for order in permutations([1.0, 2.0, 3.0, 4.0]):
+        rows = [compared(p, m, parallelisation=(i,)) for i, (p, m) in enumerate(zip(order, measured, strict=True))]
+        wrong = sum(order[i] > order[j] for i in range(4) for j in range(i + 1, 4))
+        (ranking,) = table_rankings(rows)
+        assert ranking.count == 4
+        assert ranking.kendall_tau == pytest.approx(1 - 2 * wrong / 6)
+
+
+def test_only_tables_of_three_rows_that_vary_the_parallelisation_are_ranked() -> None:
+    rows = [
+        compared(t, t, table=table, parallelisation=(varied and i,))
+        for table, varied in (("x", 1), ("y", 0))
+        for i, t in enumerate((1.0, 2.0, 3.0))
+    ]
+    rows += [compared(t, t, table="z", parallelisation=(t,)) for t in (1.0, 2.0)]
+    rows += [compared(1.0, 1.0, table="no order", parallelisation=(i,)) for i in range(3)]
+    (ranking,) = table_rankings(rows)
+    assert ranking.table == "x" and ranking.kendall_tau == pytest.approx(1.0)
+
+
+def test_tables_weigh_by_their_pairs_of_rows() -> None:
+    tables = [TableRanking("a", "x", 3, 1.0), TableRanking("a", "y", 4, 0.0)]  # 3 and 6 pairs
+    assert kendall_tau(tables) == pytest.approx(3 / 9)
+    assert kendall_tau([]) is None
+
+
+def test_pairs_of_schedules_are_those_of_one_setting_whose_measured_times_differ_by_more_than_three_per_cent() -> None:
+    rows = [
+        compared(8.0, 10.0, "a-1", schedule="1f1b", setting=(1,)),
+        compared(9.0, 9.0, "a-2", schedule="zb-1p", setting=(1,)),  # measured faster, predicted slower: wrong
+        compared(7.0, 8.8, "a-3", schedule="zb-2p", setting=(1,)),  # against 9.0 only 2.3 % apart: no pair; against 10.0 right
+        compared(1.0, 20.0, "a-4", schedule="zb-v", setting=(2,)),  # alone in its setting
+        compared(None, 99.0, "a-5", schedule="1f1b", setting=(1,)),
+    ]
+    pairs = schedule_pairs(rows)
+    assert pairs is not None
+    assert (pairs.count, pairs.right, pairs.wrong) == (2, 1, (("a-1", "a-2"),))
+    assert schedule_pairs(rows[3:]) is None
+
+
+def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modelled() -> None:
+    told = summary(
+        [
+            compared(11.0, 10.0, "a-1"),
+            compared(20.0, 10.0, "a-1", quantity=MEMORY),
+            compared(30.0, 10.0, "a-2", assumed=True),
+            compared(None, 10.0, "a-3", note="not modelled: tp"),
+            compared(None, 10.0, "a-4", note="not modelled: tp"),
+        ]
+    )
+    assert told["quantity"] == TIME and told["count"] == 1
+    assert told["mean_absolute_relative_error"] == pytest.approx(0.1)
+    assert told["quantities"][MEMORY]["mean_absolute_relative_error"] == pytest.approx(1.0)
+    assert told["assumed"][TIME]["mean_absolute_relative_error"] == pytest.approx(2.0)
+    assert (told["runs"], told["modelled"], told["not_modelled"]) == (4, 2, 2)
+    assert told["reasons"] == {"not modelled: tp": 2}
+    assert told["pairs"] is None and told["kendall_tau"] is None
+
+
+def test_the_share_of_fits_said_right_is_told_for_each_class() -> None:
+    checks = [FitCheck("a-1", "a", ran=True, fits=True), FitCheck("a-2", "a", ran=True, fits=False)]
+    checks += [FitCheck("a-3", "a", ran=False, fits=False), FitCheck("a-4", "a", ran=False, fits=None)]
+    checks += [FitCheck("b-1", "b", ran=False, fits=True, exact=False)]
+    told = fit_summary(checks)
+    assert told["a"]["ran"] == {"count": 2, "right": 1, "not_modelled": 0, "share": 0.5}
+    assert told["a"]["out_of_memory"] == {"count": 1, "right": 1, "not_modelled": 1, "share": 1.0}
+    assert told["b"] == {"failed": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        ("OOM", True),
+        ("OOM Error", True),
+        ("out of memory", True),
+        ("crashed / OOM / timeout", False),
+        ("Kernel not available", False),
+    ],
+)
+def test_only_failures_that_can_be_nothing_else_are_for_memory(failure: str, expected: bool) -> None:
+    assert is_out_of_memory(failure) is expected
+
+
+# --- FLOP as publications count them ---------------------------------------------------------------------------------
+
+
+def test_flop_are_counted_as_the_publications_formulas_say() -> None:
+    world = modelled(replace(GPT_22B, tp=1, pp=1, dp=8), read_assumptions())
+    assert isinstance(world, Modelled)
+    B, s, l, h = 16, 1024, 4, 1024  # noqa: E741
+    V = world.plan.transformer.padded_vocab or world.plan.transformer.vocab
+    model = 72 * B * s * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h))
+    assert counted_flop(world.plan, "model flops (NVIDIA formula)") == pytest.approx(model)
+    full = 96 * B * s * l * h**2 * (1 + s / (6 * h) + V / (16 * l * h))
+    assert counted_flop(world.plan, "HW flops incl. full recompute, 96Bslh^2(1+s/6h+V/16lh)") == pytest.approx(full)
+    assert counted_flop(world.plan, "HW flops incl. recompute") == pytest.approx(full)  # the run recomputes all layers
+    half = model - 72 * B * s * l * h**2 * s / (6 * h) / 2
+    assert counted_flop(world.plan, "model flops, causal attention counted half") == pytest.approx(half)
+    parameters = world.plan.transformer
+    assert counted_flop(world.plan, "model flops 6N+12Lhs (no causal halving)") == pytest.approx(
+        (6 * _gpt_parameters(l, h, V, s) + 12 * l * h * s) * B * s, rel=0.01
+    ), parameters
+
+
+def _gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> float:
+    """12 l h^2 (1 + 13/12h), tied embedding and positions (Narayanan et al., 2021, equation 2)."""
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden)) + (vocab + positions) * hidden
+
+
+# --- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_compared_in_its_time_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, memory = predict(replace(GPT_22B, peak_mem_gb=10.0))
+    assert (time.quantity, time.measured, time.judge in (ESTIMATE, SIMULATION), time.assumed) == (TIME, 1.0, True, False)
+    assert time.predicted is not None and 0.01 < time.predicted < 1.0
+    assert time.relative_error == pytest.approx(time.predicted - 1)
+    assert (memory.quantity, memory.measured) == (MEMORY, 10.0)
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled)
+    assert memory.predicted == pytest.approx(max(peak_bytes(world.plan, world.cluster).values()) / 1e9)
+    monkeypatch.setattr(fidelity, "IN_GIB", (GPT_22B.source_key,))
+    in_gib = predict(replace(GPT_22B, peak_mem_gb=10.0))[1].predicted
+    assert in_gib is not None and memory.predicted is not None and in_gib * 2**30 == pytest.approx(memory.predicted * 1e9)
+
+
+def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
+    (time,) = predict(GPT_22B)
+    counting = "model flops"
+    (rate,) = predict(replace(GPT_22B, iter_time_s=None, tflops_per_gpu=50.0, tflops_counting=counting, mfu_pct=16.0))
+    (mfu,) = predict(replace(GPT_22B, iter_time_s=None, tflops_counting=counting, mfu_pct=16.0))
+    (named,) = predict(replace(GPT_22B, iter_time_s=None, tflops_counting=f"{counting}, peak 156 TFLOPS", mfu_pct=16.0))
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled) and time.predicted and rate.predicted and mfu.predicted and named.predicted
+    assert rate.quantity == "tflops_per_gpu" and mfu.quantity == named.quantity == "mfu_pct"
+    assert rate.predicted * 1e12 * 8 * time.predicted == pytest.approx(counted_flop(world.plan, counting))
+    assert mfu.predicted == pytest.approx(100 * rate.predicted / 312)  # the peak of an A100 in fp16
+    assert named.predicted == pytest.approx(2 * mfu.predicted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dp": 3}, "degrees 2 x 2 x 3 = 12, but num_gpus is 8"),
+        ({"global_batch": 15}, "global_batch 15 does not divide"),
+        ({"num_layers": None}, "num_layers"),
+        ({"gpu_type": "A101-80GB-SXM"}, "did you mean"),
+        ({"heads": 15, "kv_heads": 15, "hidden": 960}, "15"),
+        ({"iter_time_s": None}, "nothing to compare is published"),
+    ],
+)
+def test_a_run_that_cannot_be_modelled_says_why(changes: dict[str, object], words: str) -> None:
+    (found,) = predict(replace(GPT_22B, **changes))  # type: ignore[arg-type]
+    assert found.predicted is None and found.relative_error is None
+    assert words in found.note
+
+
+def test_a_run_without_its_micro_batch_is_predicted_at_the_best_and_marked() -> None:
+    open_ = replace(GPT_22B, source_key="sc21", micro_batch=None, schedule="1f1b")
+    (found,) = predict(open_)
+    assert found.assumed and found.note.startswith("assumed: micro_batch one of 1, 2, 4, 8")
+    each = [predict(replace(open_, micro_batch=m))[0].predicted for m in (1, 2, 4, 8)]
+    assert found.predicted == min(time for time in each if time is not None)
+
+
+def test_whether_a_run_fits_is_checked_against_its_devices() -> None:
+    assert check_fit(GPT_22B, ran=True).fits is True
+    assert check_fit(replace(GPT_22B, seq_len=65536, recompute="none", micro_batch=8), ran=False).fits is False
+    unknown = check_fit(replace(GPT_22B, tp=None), ran=False)
+    assert unknown.fits is None and unknown.note == "not modelled: tp"
+
+
+def test_a_replay_checks_memory_where_failures_are_told_to_be_for_memory() -> None:
+    failed = replace(GPT_22B, id="mine-failed", iter_time_s=None, failure="OOM", seq_len=65536, recompute="none", micro_batch=8)
+    other = replace(GPT_22B, id="other-1", source_key="vtrain_multi")
+    told, interrupted = replay([GPT_22B, other], [failed], processes=1)
+    assert not interrupted
+    assert [(check.id, check.ran, check.fits) for check in told.checks] == [("mine-1", True, True), ("mine-failed", False, False)]
+    assert [c.id for c in told.comparisons] == ["mine-1", "other-1"]
+
+
+def test_an_error_of_ours_is_told_with_its_run_and_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def iteration(plan: Plan, cluster: Cluster, network: Network) -> tuple[float, str]:
+        if plan.global_batch == 16:
+            raise ZeroDivisionError("float division by zero")
+        return 2.0, ESTIMATE
+
+    monkeypatch.setattr(fidelity, "iteration", iteration)
+    told, _ = replay([GPT_22B, replace(GPT_22B, id="mine-2", global_batch=32)], processes=1)
+    assert [(c.id, c.predicted, c.note) for c in told.comparisons] == [
+        ("mine-1", None, "not modelled: ZeroDivisionError: float division by zero"),
+        ("mine-2", 2.0, ""),
+    ]
+
+
+def test_large_programs_are_estimated_and_that_is_what_the_simulation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    (simulated,) = predict(GPT_22B)
+    monkeypatch.setattr(fidelity, "MOST_SIMULATED", 0)
+    (estimated,) = predict(GPT_22B)
+    assert (simulated.judge, estimated.judge) == (SIMULATION, ESTIMATE)
+    assert estimated.predicted == pytest.approx(float(simulated.predicted or 0), rel=1e-9)
+
+
+def test_the_file_has_all_rows_and_tells_runs_of_the_fit_apart() -> None:
+    rows = (compared(11.0, 10.0, "a-1"), compared(30.0, 10.0, "a-2"), compared(None, 10.0, "a-3", note="not modelled: tp"))
+    found = json.loads(replay_json(Replay(rows, (), frozenset({"a-2"}))))
+    assert [list(row)[:7] for row in found["runs"]] == [
+        ["id", "source_key", "quantity", "predicted", "measured", "relative_error", "note"]
+    ] * 3
+    assert [row["calibration"] for row in found["runs"]] == [False, True, False]
+    assert found["runs"][0]["relative_error"] == pytest.approx(0.1)
+    assert found["runs"][2]["predicted"] is None and found["runs"][2]["relative_error"] is None
+    assert found["overall"]["count"] == 1 and found["overall"]["bias"] == pytest.approx(0.1)
+    assert found["calibration"]["overall"]["bias"] == pytest.approx(2.0)
+    assert list(found["sources"]) == ["a"]
+
+
+# --- Constants -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_file_read_as_constants_changes_nothing() -> None:
+    shipped = read_constants(CONSTANTS)
+    assert shipped.efficiencies == efficiencies() and shipped.stacks == stacks()
+    assert predict(GPT_22B, shipped)[0].predicted == pytest.approx(float(predict(GPT_22B)[0].predicted or 0))
+
+
+def test_constants_of_a_file_take_the_place_of_the_shipped_ones() -> None:
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled)
+    name = world.cluster.stack.name
+    records = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.25}, hopper: {matmul_fraction: 0.5}}"
+    text = f"{records}\nstacks: {{{name}: {{step: 3 s}}}}\n"
+    constants = parse_constants(text, "mine.yaml")
+    cluster = constants.applied(world.cluster)
+    efficiency, before = cluster.nodes[0].gpu.efficiency, world.cluster.nodes[0].gpu.efficiency
+    assert efficiency.matmul_fraction == 0.25 and efficiency.launch_s == before.launch_s
+    assert cluster.stack == replace(world.cluster.stack, step_s=3.0)
+    slow = predict(GPT_22B, constants)[0].predicted
+    assert slow is not None and slow > 3.0
+    assert Constants().applied(world.cluster) == world.cluster
+
+
+def test_what_a_cluster_changed_itself_it_keeps() -> None:
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled)
+    own = replace(world.cluster, stack=replace(world.cluster.stack, host_s=7e-6))
+    changed = parse_constants(f"stacks: {{{own.stack.name}: {{host: 1 us, step: 3 s}}}}", "mine.yaml").applied(own)
+    assert (changed.stack.host_s, changed.stack.step_s) == (7e-6, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "efficiencies: {hoper: {matmul_fraction: 0.9}}",
+            "mine.yaml: efficiencies.hoper: is not the name of a record; did you mean hopper?",
+        ),
+        ("efficiencies: {hopper: {matmul_fraction: 9}}", "efficiencies.hopper.efficiency.matmul_fraction"),
+        ("stackz: {}", "unknown key 'stackz'"),
+        ("stacks: {motley: {step: 3}}", "stacks.motley.step: got 3 without a unit"),
+        ("a: [", "is not valid YAML"),
+        ("", "expected a mapping"),
+    ],
+)
+def test_a_mistake_in_a_constants_file_is_told(text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_constants(text, "mine.yaml")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- The picture -----------------------------------------------------------------------------------------------------
+
+
+def test_every_source_has_a_marker_of_its_own_and_the_axes_are_alike() -> None:
+    points = [ParityPoint(f"source-{i}", 0.1 * (i + 1), 0.12 * (i + 1)) for i in range(30)] + [
+        ParityPoint("source-0", 50.0, 40.0)
+    ]
+    ax = plot_parity(points, title="30 sources")
+    shown = {line.get_label(): line for line in ax.lines if str(line.get_label()).startswith("source-")}
+    assert len(shown) == 30
+    assert len({(line.get_marker(), line.get_color()) for line in shown.values()}) == 30
+    assert list(shown["source-0"].get_xdata()) == [0.1, 50.0] and list(shown["source-0"].get_ydata()) == [0.12, 40.0]  # type: ignore[arg-type]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log") and ax.get_xlim() == ax.get_ylim()
+    assert ax.get_xlim()[0] < 0.1 and ax.get_xlim()[1] > 50
+    assert "in s" in ax.get_xlabel() and "measured" in ax.get_xlabel() and "predicted" in ax.get_ylabel()
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words[0] == "source-0 (2)" and words[-3:] == ["predicted = measured", "within 10 %", "a factor of 2"]
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().y0 > 0
+
+
+def test_nothing_to_plot_is_told() -> None:
+    with pytest.raises(InputError, match="nothing to plot"):
+        plot_parity([])
+
+
+def test_the_shipped_runs_can_be_found() -> None:
+    from experiments.fidelity import FAILED, PUBLISHED
+
+    assert Path(PUBLISHED).is_file() and Path(FAILED).is_file()
