@@ -26,6 +26,7 @@ from experiments.agreement import (
 from experiments.constants import Constants
 from experiments.parallel import in_processes
 from experiments.published import Modelled, NotModelled, Run, modelled, read_assumptions
+from sim.collector import garbage_collector_paused
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
@@ -46,8 +47,8 @@ IN_GIB = ("torchtitan", "sailor_het", "sailor_gh", "simumax_b200", "llmq")
 """The sources whose `peak_mem_gb` is in GiB; that of others is in GB."""
 
 MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 64
-"""Programs of up to so many instructions, on up to so many GPUs, are simulated. Of larger ones the estimate is taken, which
-equals the simulation where no transfers slow one another, and is faster."""
+"""Programs in which transfers slow one another are simulated where they have up to so many instructions on up to so many GPUs. Of
+all others the estimate is taken, which is faster, and the same where no transfers slow one another."""
 
 ESTIMATE, SIMULATION, BYTES = "estimate", "simulation", "memory"
 
@@ -131,10 +132,14 @@ def _network(cluster: Cluster, constants: Constants | None) -> Network:
 
 
 def iteration(plan: Plan, cluster: Cluster, network: Network) -> tuple[float, str]:
-    """Seconds of one iteration of the plan, and which judge says so: the simulation of small programs, the estimate of others."""
-    if len(plan.devices) <= MOST_SIMULATED_GPUS and instruction_estimate(plan) <= MOST_SIMULATED:
+    """Seconds of one iteration of the plan, and which judge says so: the estimate, or the simulation of small programs where
+    the estimate may err."""
+    estimate = Estimate(plan, cluster, network)
+    seconds = estimate.iteration_s()
+    small = len(plan.devices) <= MOST_SIMULATED_GPUS and instruction_estimate(plan) <= MOST_SIMULATED
+    if small and estimate.contended:
         return simulate(plan, cluster, network=network).iteration_s, SIMULATION
-    return Estimate(plan, cluster, network).iteration_s(), ESTIMATE
+    return seconds, ESTIMATE
 
 
 # --- Figures of a run ------------------------------------------------------------------------------------------------
@@ -302,6 +307,7 @@ class _Task:
     constants: Constants | None
 
 
+@garbage_collector_paused()
 def _judged(task: _Task) -> tuple[list[Comparison], list[FitCheck]]:
     """What is found of one run. An error of ours is told with the run, so that it does not spoil the replay of the others."""
     run = task.run

@@ -41,7 +41,9 @@ ROBUST_ERROR = 0.1
 """Relative errors well below this count squared; well above it, hardly more the larger they are."""
 
 MOST_INSTRUCTIONS = 60_000
-"""The largest program of a run that a fit looks at."""
+"""The largest program of a run that a fit looks at, where it has FEWEST_RUNS without it."""
+
+FEWEST_RUNS = 10
 
 _NOT_MEASURED = "not measured"
 """In the source of an efficiency record of whose kinds there are no micro-benchmarks."""
@@ -79,7 +81,7 @@ TIME_PARAMETERS = (
     Parameter("memory_traffic", 1.2, 0.3, 8.0, 0.4),
     Parameter("loss_traffic", 1.5, 0.3, 8.0, 0.5),
     Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
-    Parameter("host_s", 10e-6, 1e-7, 1e-3, 2.0, (60e-6,)),
+    Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,)),
     Parameter("tensor_host_s", 1e-6, 1e-8, 1e-2, 4.0, (200e-6,), 50),
     Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0),
     Parameter("fetch_s", 1.0, 0.01, 10.0, 2.0),
@@ -204,7 +206,9 @@ def fit_stack(task: Task) -> FittedStack:
     lot = random.Random(task.seed)
     if len(usable) > MOST_RUNS:
         usable = lot.sample(usable, MOST_RUNS)
-    timed = [row for row in usable if row.run.iter_time_s and instruction_estimate(row.plan) <= MOST_INSTRUCTIONS]
+    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: instruction_estimate(row.plan))
+    small = sum(instruction_estimate(row.plan) <= MOST_INSTRUCTIONS for row in timed)
+    timed = timed[: max(small, FEWEST_RUNS)]
     stack, factors, count, time_error = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
     stack, weighed, memory_error = _fit_bytes(stack, usable, out_of_memory)

@@ -7,11 +7,9 @@ streams; a collective starts when all its members have come to it.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -19,6 +17,7 @@ import numpy as np
 import simpy
 from simpy.events import EventPriority
 
+from sim.collector import garbage_collector_paused
 from sim.cost.compute import ComputeCost
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network, Transfer
@@ -65,21 +64,8 @@ def simulate(plan: Plan, cluster: Cluster, seed: int = 0, jitter: float = 0.0, n
     """
     program = compile_plan(plan)
     network = network if network is not None else Network(cluster)
-    with _garbage_collector_paused():
+    with garbage_collector_paused():
         return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter)).trace()
-
-
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Nothing is collected inside: a run makes hundreds of thousands of objects that stay, which Python would scan again and
-    again (a third of the time at 4,096 GPUs), and next to no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _slowdowns(cluster: Cluster, seed: int, jitter: float) -> Mapping[str, float]:

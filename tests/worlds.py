@@ -10,6 +10,7 @@ from sim.spec.cluster import PROTOCOLS, Cluster, Fabric, Intra, Nic, Node
 from sim.spec.gpu import Efficiency, GpuKind, gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
+from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer
 
 LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
@@ -69,6 +70,10 @@ def plan(stages_of: Sequence[Sequence[Stage]], micro_batches: int, **changes: ob
     return Plan(**values)  # type: ignore[arg-type]
 
 
+GIVEN = Stack("given")
+"""A stack that loses nothing."""
+
+
 @dataclass(frozen=True)
 class GivenCost:
     """A stand-in for ComputeCost: seconds per layer, by the lane's first device, forward and backward; no collectives."""
@@ -78,6 +83,7 @@ class GivenCost:
     optimizer_s: float = 0.0
     weight_s: float | None = None
     """Of the weight half of a backward; as long as the input half if None."""
+    stack: Stack = GIVEN
 
     def __call__(self, plan: Plan, cluster: Cluster) -> GivenCost:
         """Itself, so that it can stand where the class does."""

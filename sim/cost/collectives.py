@@ -21,7 +21,10 @@ from sim.spec.cluster import Node
 from sim.spec.gpu import fold
 
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often a ring collective goes round: each time every link carries (n-1)/n of the tensor in n-1 steps."""
+"""How often a ring collective goes round: each time every link carries (n-1)/n of the tensor in n-1 steps.
+
+Those that go round equally often are done alike, and what is known of one serves the other.
+"""
 
 FLAGGED_BYTES = 2.0
 """Bytes on the wire per byte of data in the protocol of low latency: four of data, then a flag of four (NCCL's LL)."""
@@ -54,7 +57,7 @@ def collective(network: Network, kind: str, devices: Sequence[str], num_bytes: f
     """
     if len(devices) < 2 or num_bytes <= 0 or count == 0:
         return NOTHING
-    key = (kind, tuple(devices))
+    key = (RING_STEPS.get(kind), tuple(devices))
     options = network.options.get(key)
     if options is None:
         options = network.options[key] = _options(network, kind, [(1.0, key[1])])
@@ -69,7 +72,7 @@ def across_lanes(network: Network, kind: str, lanes: Sequence[Sequence[str]], nu
     """
     if len(lanes) < 2 or num_bytes <= 0:
         return NOTHING
-    key = (kind, "across lanes", tuple(tuple(lane) for lane in lanes))
+    key = (RING_STEPS.get(kind), "across lanes", tuple(tuple(lane) for lane in lanes))
     options = network.options.get(key)
     if options is None:
         options = network.options[key] = _options(network, kind, _slices_of(key[2]))
@@ -306,8 +309,12 @@ def ring_exchange(network: Network, devices: Sequence[str], bytes_per_step: floa
     """
     if len(devices) < 2 or bytes_per_step <= 0 or steps == 0:
         return NOTHING
-    order = [name for group in _by_node(network, devices) for name in group]
-    return scaled(_message(network, [(a, b, bytes_per_step) for a, b in pairwise([*order, order[0]])]), 1.0, steps)
+    key = ("ring exchange", tuple(devices))
+    unit = network.unit_transfers.get(key)
+    if unit is None:
+        order = [name for group in _by_node(network, devices) for name in group]
+        unit = network.unit_transfers[key] = _message(network, [(a, b, 1.0) for a, b in pairwise([*order, order[0]])])
+    return scaled(unit, bytes_per_step, steps)
 
 
 def _message(network: Network, moves: Sequence[tuple[str, str, float]]) -> Transfer:

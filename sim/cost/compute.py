@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sim.cost.memory import OPTIMIZER_STATES, Holders, count_holders
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of, slowest
 from sim.spec.cluster import PCIE_BYTES_PER_S, Cluster
+from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
     boundary_bytes,
@@ -97,6 +98,7 @@ class ComputeCost:
         self._pieces: dict[str, tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
         self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
+        self._lanes: dict[str, Lane] = {}
 
     def seconds(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
         """Seconds of computation of one instruction of a lane, without communication. The slowest of its devices decides.
@@ -162,6 +164,12 @@ class ComputeCost:
             found = {group: groups[i // degree * degree :][:degree] for i, group in enumerate(groups)}
             self._expert_groups[stage] = found
         return found
+
+    def lane(self, name: str) -> Lane:
+        """The plan's lane of this name, without instructions."""
+        if not self._lanes:
+            self._lanes = {lane.name: lane for lane in lanes_of(self.plan)[0]}
+        return self._lanes[name]
 
     def _kinds(self, lane: Lane) -> tuple[GpuKind, ...]:
         """The kinds of a lane's devices, each once."""

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.collector import garbage_collector_paused
-from sim.cost.compute import ComputeCost
+from sim.cost.compute import ComputeCost, TensorCollective
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network, Transfer, together
@@ -149,7 +149,9 @@ def _flows(transfer: Transfer, capacities: Sequence[float]) -> list[tuple[int, F
     seconds = [num_bytes / capacities[link] for link, num_bytes in transfer.loads]
     busiest_s = max(seconds, default=0.0)
     nearly_s = busiest_s * (1 - 1e-9)
-    size = max([num_bytes for (_, num_bytes), on_it_s in zip(transfer.loads, seconds, strict=True) if on_it_s >= nearly_s], default=0.0)
+    size = max(
+        [num_bytes for (_, num_bytes), on_it_s in zip(transfer.loads, seconds, strict=True) if on_it_s >= nearly_s], default=0.0
+    )
     return [(link, (num_bytes / size, size / busiest_s)) for link, num_bytes in transfer.loads]
 
 
@@ -204,11 +206,14 @@ class _Folded:
         self._messages: list[list[tuple[int, Transfer]]] = []
         for lane in lanes:
             outgoing: list[tuple[int, Transfer]] = []
+            known: dict[tuple[int, Sequences], Transfer] = {}  # those of all layers and both directions are alike
             for kind, edges in ((SendActivation, lane.next), (SendGradient, lane.previous)):
                 for edge in edges:
                     peer, sent = self._number[edge.peer], kind(0, edge.layer, edge.peer, edge.sequences)
                     self._places[kind, edge.layer, lane.name, edge.peer, edge.sequences] = len(outgoing)
-                    outgoing.append((peer, message(self.network, self.plan, lane, lanes[peer], sent)))
+                    if (peer, edge.sequences) not in known:
+                        known[peer, edge.sequences] = message(self.network, self.plan, lane, lanes[peer], sent)
+                    outgoing.append((peer, known[peer, edge.sequences]))
             self._messages.append(outgoing)
         self._incoming: list[list[tuple[int, int]]] = []
         for lane in lanes:
@@ -307,12 +312,17 @@ class _Folded:
             first = self.lanes[group[0]]
             if self._alone(first) or (len(first.devices) == 1 and self.plan.expert_parallel == 1):
                 continue
+            known: dict[tuple[TensorCollective, ...], tuple[list[Transfer], list[float]]] = {}
             for instruction in self.work(first):
-                transfers = [self.inside(self.lanes[n], instruction) for n in group]
-                capacities = capacities if len(capacities) == len(self.network.links) else self.network.capacities()
-                times = _alike_s(transfers, capacities)
-                for n, transfer, wire_s in zip(group, transfers, times, strict=True):
+                collectives = self.cost.collectives(first, instruction)
+                if collectives not in known:
+                    transfers = [self.inside(self.lanes[n], instruction) for n in group]
+                    capacities = capacities if len(capacities) == len(self.network.links) else self.network.capacities()
+                    known[collectives] = transfers, _alike_s(transfers, capacities)
+                for n, transfer, wire_s in zip(group, *known[collectives], strict=True):
                     self._tensor[n][work_of(instruction)] = (transfer, wire_s)
+            for transfers, times in known.values():
+                for n, transfer, wire_s in zip(group, transfers, times, strict=True):
                     signatures[n] = (*signatures.get(n, ()), _rounded(wire_s), _rounded(transfer.latency_s))
         return signatures
 
@@ -795,7 +805,7 @@ class _Timed:
 
     def seconds(self, network: Network, cost: ComputeCost) -> tuple[float, float, float, float]:
         """Seconds of computation, of collectives beside it, of those that follow it, and the latency of the latter."""
-        if not any(self.inner):
+        if not any(self.inner) and not cost.stack.blocking_messages:
             return cost.seconds(self.lane, self.instruction), 0.0, 0.0, 0.0
         taken = work(network, cost, self.lane, self.instruction, self.inner)
         beside_s = self.sharing * network.busiest_s(taken.beside) + taken.beside.latency_s
@@ -839,7 +849,9 @@ class Estimate:
         self._sums: dict[tuple[int, int], int] = {}
         self._chains: dict[int | None, _Chain] = {}
         self._depth = max(len(pipeline.stages) for pipeline in plan.pipelines)
-        self._short = self._first_micro_batches()
+        self.contended = False
+        """Whether transfers slowed one another in the latest answer; where none did, the simulation says the same."""
+        self._first = self._short = self._first_micro_batches()
         self._chain(self._short)
 
     @property
@@ -933,14 +945,19 @@ class Estimate:
     def _find_others(self) -> None:
         """Finds which forms can slow which: some of their transfers meet on a link that cannot carry both."""
         capacities = self.network.capacities()
+        # Forms of the same transfers that stand in the same line are slowed alike.
+        alike: dict[object, list[int]] = {}
+        for f, (form, members) in enumerate(zip(self._forms, self._members, strict=True)):
+            alike.setdefault((form.streams, *map(id, members)), []).append(f)
+        every = {fs[0]: fs for fs in alike.values()}
         users: dict[int, list[tuple[int, Flow]]] = {}
-        for f, members in enumerate(self._members):
-            for transfer in members:
+        for f in every:
+            for transfer in self._members[f]:
                 for link, flow in _flows(transfer, capacities):
                     users.setdefault(link, []).append((f, flow))
         # Most links look like others.
         looks = dict.fromkeys((capacities[link], tuple(flows)) for link, flows in users.items() if len(flows) > 1)
-        slowing: list[dict[int, float]] = [{} for _ in self._forms]
+        slowing: dict[int, dict[int, float]] = {f: {} for f in every}
         for capacity, flows in looks:
             by_form: dict[int, list[Flow]] = {}
             for f, flow in flows:
@@ -949,8 +966,10 @@ class Estimate:
                 for g, others in by_form.items():
                     if g != f and self._forms[f].streams.isdisjoint(self._forms[g].streams):
                         slowing[f][g] = max(slowing[f].get(g, 0.0), *(_slowing(one, others, capacity) for one in ones))
-        for form, others_of in zip(self._forms, slowing, strict=True):
-            form.others = [(g, fraction) for g, fraction in others_of.items() if fraction > LEAST_SLOWING]
+        for f, fs in every.items():
+            found = [(g, fraction) for first, fraction in slowing[f].items() if fraction > LEAST_SLOWING for g in every[first]]
+            for each in fs:
+                self._forms[each].others = found
 
     # --- Answers ---
 
@@ -965,14 +984,17 @@ class Estimate:
             chain = self._chain(self._short)
             timing = self._timing(kinds, stack)
             ends, further = self._ends(chain, timing)
+            self.contended = further is not None
             found = _steady(chain, ends, micro_batches - self._short, SETTLED if further is None else SETTLED_SLOWED)
             if found is not None:
                 longer_s, times = found
                 return _last_s(chain, ends) + longer_s, self._busy(chain, timing, further, times)
-            self._short = self._fewer(2 * self._short)
+            # What has not settled in twice as many seldom does.
+            self._short = self._fewer(2 * self._short) if self._short == self._first else None
         chain = self._chain(None)
         timing = self._timing(kinds, stack)
         ends, further = self._ends(chain, timing)
+        self.contended = further is not None
         return _last_s(chain, ends), self._busy(chain, timing, further, 0)
 
     def _timing(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> _Timing:

@@ -23,7 +23,16 @@ from sim.spec.counts import (
     layer_parameter_parts,
 )
 from sim.spec.plan import Plan
-from sim.spec.program import Collective, Compute, Lane, OptimizerStep, ReduceGradients, Send
+from sim.spec.program import (
+    BackwardWeight,
+    Collective,
+    Compute,
+    Lane,
+    OptimizerStep,
+    ReduceGradients,
+    Send,
+    SendActivation,
+)
 from sim.spec.stack import Stack
 
 Groups = Sequence[tuple[str, ...]]
@@ -66,10 +75,13 @@ def work(
     """What one instruction of a lane takes; `known` may be given where `inner` was asked before.
 
     Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest as
-    fits where the GPU waits for the host. Each but the last of the
-    steps that context ranks attend in hides the next one's keys and values: what of their transfer takes longer is exposed.
+    fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's keys
+    and values: what of their transfer takes longer is exposed. Where messages block, their seconds are in those of the
+    instructions that they come before and after.
     """
     seconds = cost.seconds(lane, instruction)
+    if cost.stack.blocking_messages and not isinstance(instruction, OptimizerStep):
+        seconds += _blocked_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
     if isinstance(instruction, OptimizerStep) or not any(transfers):
         return Work(seconds)
@@ -85,6 +97,19 @@ def work(
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
     after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
     return Work(seconds, beside, after)
+
+
+def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
+    """Seconds of the messages before and after an instruction of a lane, alone on their links."""
+    if isinstance(instruction, BackwardWeight):
+        return 0.0
+    start, stop = instruction.layers
+    edges = [edge for edge in lane.previous if edge.layer == start] + [edge for edge in lane.next if edge.layer == stop]
+    plan, seconds = cost.plan, 0.0
+    for edge in edges:
+        sent = SendActivation(0, edge.layer, edge.peer, edge.sequences)
+        seconds += network.alone_s(message(network, plan, lane, cost.lane(edge.peer), sent))
+    return seconds
 
 
 def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:
@@ -105,13 +130,20 @@ def _dispatch(network: Network, cost: ComputeCost, lane: Lane) -> Transfer:
     All lanes of the group do the same at the same time, so that their parts together are the whole.
     """
     degree, fabric = cost.plan.expert_parallel, network.cluster.fabric
-    sent = network.transfer(
-        (here, there, 1 / degree)
-        for group in lane.tensor_groups
-        for other in cost.expert_groups(lane.stage)[group]
-        for here, there in zip(group, other, strict=True)
-    )
-    return replace(sent, latency_s=fabric.start_s + sent.latency_s + (degree - 1) * fabric.step_s)
+    sharing = cost.expert_groups(lane.stage)
+    reached = [(group, tuple(sharing[group])) for group in lane.tensor_groups]
+    key = ("dispatch", tuple(reached))
+    unit = network.unit_transfers.get(key)
+    if unit is None:
+        sent = network.transfer(
+            (here, there, 1 / degree)
+            for group, others in reached
+            for other in others
+            for here, there in zip(group, other, strict=True)
+        )
+        latency_s = fabric.start_s + sent.latency_s + (degree - 1) * fabric.step_s
+        unit = network.unit_transfers[key] = replace(sent, latency_s=latency_s)
+    return unit
 
 
 def switch_owners(plan: Plan, lanes: Sequence[Lane], cluster: Cluster) -> set[str]:

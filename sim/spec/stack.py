@@ -44,6 +44,8 @@ class Stack:
     micro_batch_s: float = 0.0
     """Seconds that each forward and each backward of a stage takes besides its layers: the schedule's bookkeeping, waits for
     messages to be handed over."""
+    blocking_messages: bool = False
+    """Whether a stage computes nothing while it sends or receives activations and their gradients."""
     fetch_s: float = 0.0
     """Seconds that the first stage waits for the data of each micro-batch, on clusters of `fetch_nodes` nodes or more."""
     fetch_nodes: float = 0.0

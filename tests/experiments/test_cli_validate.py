@@ -121,7 +121,8 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
         constants_text: str = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n"
         calibration_ids: frozenset[str] = frozenset({"v-1", "v-3"})
 
-    def fit(runs: list[Run], seed: int, holdout: float, progress: object) -> Found:
+    def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, progress: object, processes: int | None) -> Found:
+        assert (failures, processes) == ([], 1)
         asked.append(([run.id for run in runs], seed, holdout))
         return Found()
 

@@ -149,7 +149,7 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith("tensor"):
+        if not parameter.name.startswith(("tensor", "fetch")):  # of which these runs say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 

@@ -291,6 +291,7 @@ stacks = st.builds(
     Stack,
     st.just("any"),
     flash_attention=st.booleans(),
+    blocking_messages=st.booleans(),
     host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
     tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),
     micro_batch_s=st.sampled_from((0.0, 1e-4)),
@@ -313,6 +314,33 @@ def test_where_nothing_is_contended_the_estimate_is_the_simulation_on_any_stack(
 
 
 # --- Exchanges in parts ----------------------------------------------------------------------------------------------
+
+
+def test_a_stage_whose_messages_block_computes_nothing_meanwhile() -> None:
+    # Each activation has 32 x 64 elements of two bytes; the middle stage takes one in and sends one on, forward and backward.
+    given, blocking = plan(["n0/0", "n1/0", "n2/0"]), replace(LOSES_NOTHING, blocking_messages=True)
+    usual, waiting = world(3), world(3, stack=blocking)
+    message_s = TOKENS * HIDDEN * 2 / RATE
+    lanes = compile_plan(given).lanes
+    for lane, messages in zip(lanes, (1, 2, 1), strict=True):
+        for kind in (Forward, Backward):
+            instruction = kind(0, lane.layers[0])
+            free, blocked = (taken(given, cluster, instruction, lanes.index(lane)).seconds for cluster in (usual, waiting))
+            assert blocked - free == pytest.approx(messages * message_s)
+    weight = BackwardWeight(0, lanes[1].layers[0])
+    assert taken(given, waiting, weight, 1).seconds == taken(given, usual, weight, 1).seconds
+    assert Estimate(given, waiting).iteration_s() == pytest.approx(simulate(given, waiting).iteration_s, rel=1e-9)
+
+
+def test_data_is_waited_for_by_the_first_stage_and_only_on_so_many_nodes() -> None:
+    given = plan(["n0/0", "n1/0"], micro_batches=8)
+    first, second = (lane.layers[0] for lane in compile_plan(given).lanes)
+    few, many = (world(2, stack=replace(LOSES_NOTHING, fetch_s=3.0, fetch_nodes=nodes)) for nodes in (3, 2))
+    for lane, instruction, waited_s in ((0, Forward(0, first), 3.0), (0, Backward(0, first), 0.0), (1, Forward(0, second), 0.0)):
+        usual, waiting = (taken(given, cluster, instruction, lane).seconds for cluster in (few, many))
+        assert waiting - usual == pytest.approx(waited_s)
+    # Eight micro-batches, one after another through the first stage, which nothing else keeps busy for long.
+    assert simulate(given, many).iteration_s == pytest.approx(8 * 3.0 + simulate(given, few).iteration_s, rel=1e-2)
 
 
 @pytest.mark.parametrize(("layers", "times"), [((0, 4), 4), ((1, 3), 2), ((0, 1), 1), ((0, 0), 1), ((4, 4), 1)])
