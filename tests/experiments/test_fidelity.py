@@ -291,12 +291,13 @@ def test_an_error_of_ours_is_told_with_its_run_and_spares_the_others(monkeypatch
     ]
 
 
-def test_large_programs_are_estimated_and_that_is_what_the_simulation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_programs_whose_transfers_meet_are_simulated_and_large_ones_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where transfers meet the estimate is near the simulation, not equal to it: tests/sim/cost/test_estimate.py.
     (simulated,) = predict(GPT_22B)
     monkeypatch.setattr(fidelity, "MOST_SIMULATED", 0)
     (estimated,) = predict(GPT_22B)
     assert (simulated.judge, estimated.judge) == (SIMULATION, ESTIMATE)
-    assert estimated.predicted == pytest.approx(float(simulated.predicted or 0), rel=1e-9)
+    assert estimated.predicted == pytest.approx(float(simulated.predicted or 0), rel=1e-2)
 
 
 def test_the_file_has_all_rows_and_tells_runs_of_the_fit_apart() -> None:

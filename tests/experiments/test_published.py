@@ -375,7 +375,7 @@ def test_exceptions_hold_for_their_rows() -> None:
     stacks = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "dgxc")
     assert stacks == {"nemo": 84, "maxtext": 14}  # nine rows of MaxText and five of PaxML
     aleph = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "aleph")
-    assert aleph == {"aleph-megatron": 126, "aleph-megatron-unfused": 15}
+    assert aleph == {"aleph-megatron": 76, "aleph-megatron-rms": 50, "aleph-megatron-unfused": 15}  # by the kernel in their notes
 
 
 def test_a_source_may_have_steps_of_its_own_between_nodes(tmp_path: Path) -> None:
