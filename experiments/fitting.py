@@ -40,21 +40,22 @@ PRIOR_ERROR = 0.05
 ROBUST_ERROR = 0.1
 """Relative errors well below this count squared; well above it, hardly more the larger they are."""
 
-MOST_INSTRUCTIONS = 60_000
+MOST_INSTRUCTIONS = 20_000
 """The largest program of a run that a fit looks at, where it has FEWEST_RUNS without it."""
 
 FEWEST_RUNS = 10
+"""As many runs a fit looks at, the smallest programs first, however large they are."""
 
 _NOT_MEASURED = "not measured"
 """In the source of an efficiency record of whose kinds there are no micro-benchmarks."""
 
-FIRST_STEPS = 4
+FIRST_STEPS = 3
 """Steps of the search from each start, before the best of them is searched to its end."""
 
-MOST_STEPS = 12
+MOST_STEPS = 10
 """The most steps of one search."""
 
-MOST_RUNS = 100
+MOST_RUNS = 60
 """The most runs of one stack that a fit looks at; more are drawn by lot. Constants are few, and every run costs time."""
 
 
