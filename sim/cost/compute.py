@@ -74,8 +74,8 @@ def _add(tally: _Tally, kind: str, num_bytes: float, count: int, group: str = "t
 
 
 HOST_EXPONENT = 3
-"""How sharply the longer of GPU and host decides: without limit it would be the maximum, at 1 the sum. Of 2, 3, 4 and no limit
-the one that errs least on vTrain's 431 runs (arXiv:2312.12391), half of them held out."""
+"""How sharply the longer of GPU and host decides: without limit it would be the maximum, at 1 the sum. Of 2, 3 and no limit the
+one that errs least on vTrain's 431 runs (arXiv:2312.12391), half of them held out."""
 
 
 class ComputeCost:
