@@ -30,14 +30,8 @@ class Constants:
         """The cluster with these constants in the place of the shipped ones; what it changed of those itself, it keeps."""
         new = self.stacks.get(cluster.stack.name)
         stack = cluster.stack if new is None else _renewed(cluster.stack, stacks().get(new.name, cluster.stack), new)
-        nodes = tuple(
-            replace(
-                node,
-                gpu=replace(node.gpu, efficiency=self._efficiency(node.gpu.efficiency)),
-                intra=self._intra(node.intra),
-            )
-            for node in cluster.nodes
-        )
+        kinds = {node.gpu: replace(node.gpu, efficiency=self._efficiency(node.gpu.efficiency)) for node in cluster.nodes}
+        nodes = tuple(replace(node, gpu=kinds[node.gpu], intra=self._intra(node.intra)) for node in cluster.nodes)
         return replace(cluster, nodes=nodes, fabric=self._fabric(cluster.fabric), stack=stack)
 
     def _efficiency(self, record: Efficiency) -> Efficiency:

@@ -52,10 +52,10 @@ _NOT_MEASURED = "not measured"
 FIRST_STEPS = 3
 """Steps of the search from each start, before the best of them is searched to its end."""
 
-MOST_STEPS = 10
+MOST_STEPS = 20
 """The most steps of one search."""
 
-MOST_RUNS = 60
+MOST_RUNS = 200
 """The most runs of one stack that a fit looks at; more are drawn by lot. Constants are few, and every run costs time."""
 
 

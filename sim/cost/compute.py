@@ -93,12 +93,19 @@ class ComputeCost:
         self.stack = stack if stack is not None else cluster.stack
         self._given_kinds = kinds or {}
         self._seconds: dict[object, float] = {}
-        self._gaps: dict[object, float] = {}
+        self._both: dict[object, tuple[float, float]] = {}
         self._collectives: dict[object, tuple[TensorCollective, ...]] = {}
         self._pieces: dict[str, tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
         self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
         self._lanes: dict[str, Lane] = {}
+
+    def with_constants(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> ComputeCost:
+        """The same with other kinds and another stack than the cluster's, where given; what does not depend on them is kept."""
+        other = ComputeCost(self.plan, self.cluster, kinds, stack)
+        other._collectives, other._lanes, other._expert_groups = self._collectives, self._lanes, self._expert_groups
+        other._holders = self._holders
+        return other
 
     def seconds(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
         """Seconds of computation of one instruction of a lane, without communication. The slowest of its devices decides.
@@ -134,6 +141,20 @@ class ComputeCost:
             found = () if alone or isinstance(instruction, OptimizerStep) else self._collectives_inside(lane, instruction)
             self._collectives[key] = found
         return found
+
+    def shape(self, lane: Lane, instruction: Compute | OptimizerStep) -> object:
+        """What decides the seconds and the collectives of a lane's instruction: those of equal shape take equally long.
+
+        Most of a lane's layers are alike, so that there are few shapes, into however many parts its work is divided.
+        """
+        if isinstance(instruction, OptimizerStep):
+            return OptimizerStep
+        start, stop = instruction.layers
+        inside, once = self._inside(lane, instruction.layers), self._comes_once(lane, instruction)
+        # Where messages block, the instruction before and after them takes longer.
+        edges = [(edge.peer, edge.sequences) for edge in lane.previous if edge.layer == start]
+        edges += [(edge.peer, edge.sequences) for edge in lane.next if edge.layer == stop]
+        return instruction.__class__, inside, once, once and start == 0, _beside_exchange(lane, instruction), tuple(edges)
 
     def pieces(self, lane: Lane) -> tuple[PieceSeconds, PieceSeconds, PieceSeconds]:
         """One layer, the embedding and the head for the lane's share of a micro-batch on its devices."""
@@ -196,27 +217,34 @@ class ComputeCost:
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
         device_s, host_s = self._both_s(lane, instruction)
-        # What comes once for each forward and each backward of a chunk is with the part that has its first layer.
-        once = not isinstance(instruction, BackwardWeight) and instruction.layers[0] == lane.chunk(instruction.layers)[0]
+        once = self._comes_once(lane, instruction)
         seconds = _launched_s(device_s, host_s) + once * self.stack.micro_batch_s
         fetches = once and lane.embedding and isinstance(instruction, Forward) and instruction.layers[0] == 0
         if fetches and 0 < self.stack.fetch_nodes <= len(self.cluster.nodes):
             seconds += self.stack.fetch_s
         return seconds
 
+    def _comes_once(self, lane: Lane, instruction: Compute) -> bool:
+        """Whether what comes once for each forward and each backward of a chunk is with this part: that of the first layer."""
+        return not isinstance(instruction, BackwardWeight) and instruction.layers[0] == lane.chunk(instruction.layers)[0]
+
     def gap_s(self, lane: Lane, instruction: Compute) -> float:
         """Of an instruction's seconds of computation, those in which the GPU waits for the host: collectives find place there."""
-        key = (lane.name, instruction.__class__, instruction.layers)
-        gap_s = self._gaps.get(key)
-        if gap_s is None:
-            device_s, host_s = self._both_s(lane, instruction)
-            gap_s = self._gaps[key] = _launched_s(device_s, host_s) - device_s
-        return gap_s
+        device_s, host_s = self._both_s(lane, instruction)
+        return _launched_s(device_s, host_s) - device_s
 
     def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""
         if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
             raise TypeError(f"no compute time for {instruction!r}")
+        key = (lane.name, instruction.__class__, instruction.layers)
+        both = self._both.get(key)
+        if both is None:
+            both = self._both[key] = self._device_and_host_s(lane, instruction)
+        return both
+
+    def _device_and_host_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
+        """See `_both_s`."""
         count, full, selective, embedding, head = self._inside(lane, instruction.layers)
         pieces, stack = list(zip((count, embedding, head), self.pieces(lane), strict=True)), self.stack
         layer = pieces[0][1]

@@ -36,7 +36,7 @@ from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network, Transfer, together
 from sim.cost.price import dollars, energy_j
-from sim.cost.traffic import Inner, exchange, inner, message, switch_owners, work
+from sim.cost.traffic import Inner, computing_s, exchange, hidden_shares, inner, message, switch_owners, work
 from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan, lane_instructions, lanes_of
@@ -792,24 +792,47 @@ class _Layout:
 # --- The estimate ----------------------------------------------------------------------------------------------------
 
 
+TENSOR, CONTEXT = 0, 1
+"""Places in `Inner`."""
+
+
 class _Timed:
     """Some work of a lane that stands for others: the number of its duration, and what is known of its collectives."""
 
-    __slots__ = ("form", "inner", "instruction", "lane", "number", "sharing")
+    __slots__ = ("alone", "form", "inner", "instruction", "lane", "number", "sharing")
 
-    def __init__(self, number: int, lane: Lane, instruction: Compute | OptimizerStep, inner: Inner) -> None:
+    def __init__(
+        self, number: int, lane: Lane, instruction: Compute | OptimizerStep, inner: Inner, network: Network
+    ) -> None:
         self.number, self.lane, self.instruction, self.inner = number, lane, instruction, inner
+        self.alone: tuple[int, float, float] | None = None
+        """Where all its collectives are of one kind: which (its place in `inner`), and their seconds on the wire, and of latency."""
+        kinds = [group for group, transfer in enumerate(inner) if transfer]
+        if len(kinds) == 1:
+            self.alone = kinds[0], network.busiest_s(inner[kinds[0]]), inner[kinds[0]].latency_s
         self.form: int | None = None
         self.sharing = 1.0
         """How many times longer its collectives take among those of lanes that are one than alone."""
 
     def seconds(self, network: Network, cost: ComputeCost) -> tuple[float, float, float, float]:
         """Seconds of computation, of collectives beside it, of those that follow it, and the latency of the latter."""
-        if not any(self.inner) and not cost.stack.blocking_messages:
-            return cost.seconds(self.lane, self.instruction), 0.0, 0.0, 0.0
-        taken = work(network, cost, self.lane, self.instruction, self.inner)
-        beside_s = self.sharing * network.busiest_s(taken.beside) + taken.beside.latency_s
-        return taken.seconds, beside_s, self.sharing * network.busiest_s(taken.after), taken.after.latency_s
+        lane, instruction = self.lane, self.instruction
+        if isinstance(instruction, OptimizerStep) or not any(self.inner):
+            return computing_s(network, cost, lane, instruction), 0.0, 0.0, 0.0
+        if self.alone is None:  # several kinds of collectives, which may be on different links
+            taken = work(network, cost, lane, instruction, self.inner)
+            beside_s = self.sharing * network.busiest_s(taken.beside) + taken.beside.latency_s
+            return taken.seconds, beside_s, self.sharing * network.busiest_s(taken.after), taken.after.latency_s
+        group, wire_s, latency_s = self.alone
+        wire_s /= cost.stack.collective_scale
+        alone_s = wire_s + latency_s
+        overlapped, hidden = hidden_shares(
+            cost, lane, instruction, alone_s if group == TENSOR else 0.0, alone_s if group == CONTEXT else 0.0
+        )
+        share = overlapped if group == TENSOR else hidden if group == CONTEXT else 0.0
+        wire_s *= self.sharing
+        beside_s = share * (wire_s + latency_s)
+        return computing_s(network, cost, lane, instruction), beside_s, (1 - share) * wire_s, (1 - share) * latency_s
 
 
 @dataclass
@@ -844,7 +867,7 @@ class Estimate:
         self._message_forms: dict[tuple[int, int], int] = {}
         self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], int] = {}
         self._fixed: list[float] = [0.0]
-        self._work: list[_Timed] = []
+        self._work: dict[object, _Timed] = {}
         self._work_numbers: dict[tuple[int, Work], int] = {}
         self._sums: dict[tuple[int, int], int] = {}
         self._chains: dict[int | None, _Chain] = {}
@@ -904,15 +927,24 @@ class Estimate:
         """The number of the duration of some work of a group's lane."""
         key = (g, work_of(instruction))
         if key not in self._work_numbers:
-            timed = _Timed(self._number(0.0), self.folded.standing[g], instruction, self.folded.inner(g, instruction))
-            if not isinstance(instruction, OptimizerStep):
-                transfers, wire_s = self.folded.tensor(g, instruction)
-                if transfers and transfers[0].loads:
-                    timed.form = self.tensor_forms[key] = self._form(transfers, wire_s, True, frozenset([g]))
-                    timed.sharing = wire_s / self.network.busiest_s(transfers[0])
-            self._work.append(timed)
+            shape = (g, self.folded.cost.shape(self.folded.standing[g], instruction))
+            timed = self._work.get(shape)
+            if timed is None:
+                timed = self._work[shape] = self._timed(g, instruction)
+            if timed.form is not None:
+                self.tensor_forms[key] = timed.form
             self._work_numbers[key] = timed.number
         return self._work_numbers[key]
+
+    def _timed(self, g: int, instruction: Compute | OptimizerStep) -> _Timed:
+        """Some work of a group's lane, with a new number for its duration."""
+        timed = _Timed(self._number(0.0), self.folded.standing[g], instruction, self.folded.inner(g, instruction), self.network)
+        if not isinstance(instruction, OptimizerStep):
+            transfers, wire_s = self.folded.tensor(g, instruction)
+            if transfers and transfers[0].loads:
+                timed.form = self._form(transfers, wire_s, True, frozenset([g]))
+                timed.sharing = wire_s / self.network.busiest_s(transfers[0])
+        return timed
 
     def message_form(self, g: int, place: int) -> int:
         """The form of one message of a group's lane."""
@@ -999,7 +1031,7 @@ class Estimate:
 
     def _timing(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> _Timing:
         """The seconds of everything that has been laid out."""
-        cost = ComputeCost(self.plan, self.cluster, kinds, stack)
+        cost = self.folded.cost.with_constants(kinds, stack)
         durations, inside = self._fixed.copy(), {}
         wires = [(form.wire_s, form.latency_s if late else 0.0) for form, late in zip(self._forms, self._late, strict=True)]
         if stack is not None and stack.collective_scale != self.cluster.stack.collective_scale:
@@ -1009,7 +1041,7 @@ class Estimate:
                 wire_s, latency_s = wires[form]
                 wires[form] = wire_s * scale, latency_s
                 durations[self.wire_numbers[form]] = wire_s * scale + latency_s
-        for timed in self._work:
+        for timed in self._work.values():
             computing_s, beside_s, after_s, latency_s = timed.seconds(self.network, cost)
             seconds = (beside_s if beside_s > computing_s else computing_s) + after_s + latency_s
             durations[timed.number], inside[timed.number] = seconds, seconds - computing_s

@@ -79,24 +79,39 @@ def work(
     and values: what of their transfer takes longer is exposed. Where messages block, their seconds are in those of the
     instructions that they come before and after.
     """
-    seconds = cost.seconds(lane, instruction)
-    if cost.stack.blocking_messages and not isinstance(instruction, OptimizerStep):
-        seconds += _blocked_s(network, cost, lane, instruction)
+    seconds = computing_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
     if isinstance(instruction, OptimizerStep) or not any(transfers):
         return Work(seconds)
-    stack, ranks = cost.stack, lane.context_parallel
-    tensor, context, expert = (_slowed(transfer, stack) for transfer in transfers)
-    hidden = 0.0
-    if context:
-        hidden = min(1.0, cost.attention_s(lane, instruction) * (ranks - 1) / ranks / network.alone_s(context))
-    overlapped = stack.tensor_overlap
-    if tensor and (gap_s := cost.gap_s(lane, instruction)):
-        exposed_s = (1 - overlapped) * network.alone_s(tensor)
-        overlapped += (1 - overlapped) * min(1.0, gap_s / exposed_s) if exposed_s else 0.0
+    tensor, context, expert = (_slowed(transfer, cost.stack) for transfer in transfers)
+    overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
     after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
     return Work(seconds, beside, after)
+
+
+def computing_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> float:
+    """Seconds of an instruction without the collectives inside it: its computation, and messages that block; see `work`."""
+    seconds = cost.seconds(lane, instruction)
+    if cost.stack.blocking_messages and not isinstance(instruction, OptimizerStep):
+        seconds += _blocked_s(network, cost, lane, instruction)
+    return seconds
+
+
+def hidden_shares(
+    cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s: float, context_s: float
+) -> tuple[float, float]:
+    """The shares of an instruction's collectives of tensor ranks, and of context ranks, that hide behind its computation.
+
+    `tensor_s` and `context_s`: what these collectives take alone; see `work`.
+    """
+    overlapped, hidden, ranks = cost.stack.tensor_overlap, 0.0, lane.context_parallel
+    if context_s:
+        hidden = min(1.0, cost.attention_s(lane, instruction) * (ranks - 1) / ranks / context_s)
+    exposed_s = (1 - overlapped) * tensor_s
+    if exposed_s and (gap_s := cost.gap_s(lane, instruction)):
+        overlapped += (1 - overlapped) * min(1.0, gap_s / exposed_s)
+    return overlapped, hidden
 
 
 def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:

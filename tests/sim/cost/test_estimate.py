@@ -21,7 +21,7 @@ from sim.spec.counts import embedding_parameters, head_parameters, layer_paramet
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
-from sim.spec.program import Lane
+from sim.spec.program import Compute, Lane, OptimizerStep
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 from sim.spec.transformer import Moe, Transformer, transformer
@@ -38,6 +38,12 @@ class Given(GivenCost):
 
     def __call__(self, plan: Plan, cluster: Cluster, *constants: object) -> Given:
         return self
+
+    def with_constants(self, *constants: object) -> Given:
+        return self
+
+    def shape(self, lane: Lane, instruction: Compute | OptimizerStep) -> object:
+        return type(instruction), getattr(instruction, "layers", None)
 
 
 @pytest.fixture
