@@ -8,7 +8,6 @@ stack that has most of them then decide by what factor their matmul rate is off.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -40,6 +39,12 @@ PRIOR_ERROR = 0.05
 ROBUST_ERROR = 0.1
 """Relative errors well below this count squared; well above it, hardly more the larger they are."""
 
+FEW_ERROR, MANY_RUNS = 0.3, 20
+"""The same of a stack with fewer runs than these: too few to tell which of them something else slowed."""
+
+WIDE_ERROR = 1.0
+"""In the first steps of some searches: errors below this count squared, so that no run is given up before it was tried."""
+
 MOST_INSTRUCTIONS = 20_000
 """The largest program of a run that a fit looks at, where it has FEWEST_RUNS without it."""
 
@@ -63,7 +68,8 @@ MOST_RUNS = 200
 class Parameter:
     """A constant of a stack: where its prior has its middle, its bounds, and the factor e^width that the prior lets it go.
 
-    The search starts at the middle, and from each of `further_starts` once more: what never decides has no slope to follow.
+    The search starts at the middle. From the best it found, it starts once more at each of `further_starts`: what never decides
+    has no slope to follow.
     """
 
     name: str
@@ -84,10 +90,10 @@ TIME_PARAMETERS = (
     Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
     Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,)),
     Parameter("tensor_host_s", 1e-6, 1e-8, 1e-2, 4.0, (200e-6,), 50),
-    Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0),
-    Parameter("fetch_s", 1.0, 0.01, 10.0, 2.0),
+    Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0, (5e-3,)),
+    Parameter("message_s", 0.1, 1e-3, 10.0, 2.0),
     Parameter("tensor_overlap", 0.1, 1e-3, 1.0, 1.5),
-    Parameter("collective_scale", 0.9, 0.2, 1.2, 0.3),
+    Parameter("collective_scale", 0.9, 0.03, 1.2, 0.4, (0.2,)),
     Parameter("overlap_slowdown", 0.05, 1e-3, 1.0, 1.5),
     Parameter("optimizer_traffic", 1.5, 0.5, 20.0, 1.0),
     Parameter("step_s", 5e-3, 1e-5, 1.0, 2.0),
@@ -145,15 +151,16 @@ def fit(
     holdout: float,
     progress: Callable[[], None] | None = None,
     processes: int | None = None,
+    by: str = "run",
 ) -> Fitted:
     """The constants that fit micro-benchmarks and a part of the runs: efficiency records and links first, then each stack.
 
-    Of the failures those count that ran out of memory. `holdout` is the share of each source's runs, and failures, that is left
-    out, drawn by lot with `seed`. `progress` is called once for each stack. Raises InputError as `split`, KeyboardInterrupt
-    where Ctrl-C ended the work.
+    Of the failures those count that ran out of memory. `holdout` is the share of the runs, and failures, that is left out, drawn
+    by lot with `seed`; see `split`. A stack all of whose sources are left out begins anew from the middles of the priors.
+    `progress` is called once for each stack. Raises InputError as `split`, KeyboardInterrupt where Ctrl-C ended the work.
     """
-    calibration, _ = split(runs, holdout, seed)
-    out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed)
+    calibration, held = split(runs, holdout, seed, by)
+    out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed, by)
     known = read_assumptions()
     by_stack: dict[str, list[Run]] = {}
     records: dict[str, Counter[str]] = {}
@@ -193,7 +200,12 @@ def fit(
         for record, factor in one.factors.items():
             told = f"rates of matmuls and attention x {factor:.2f} by runs of {one.stack.name}"
             renewed[record] = replace(with_factor(renewed[record], factor), source=f"{renewed[record].source}; {told}")
-    kept = dict(stacks()) | {one.stack.name: one.stack for one in fitted}
+    unseen: set[str] = set()
+    if by == "source":
+        rows = (modelled(run, known) for run in held)
+        unseen = {row.cluster.stack.name for row in rows if isinstance(row, Modelled)} - set(by_stack)
+    kept = {name: _unfitted(one) if name in unseen else one for name, one in stacks().items()}
+    kept |= {one.stack.name: one.stack for one in fitted}
     text = constants_text(Constants(renewed, kept, constants.links))
     return Fitted(text, frozenset(run.id for run in (*calibration, *out_of_memory)))
 
@@ -263,7 +275,7 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
     counts = Counter(source for _, _, _, source in estimates)
     weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source in estimates])
-    solution = _solve(errors, (*parameters, *factors), weights)
+    solution = _solve(errors, (*parameters, *factors), len(estimates), weights)
     changed, _ = constants(solution)
     found = dict(zip(free, np.exp(solution[len(parameters) :]).tolist(), strict=True))
     error = float(np.mean(np.abs(np.expm1(errors(solution)))))
@@ -273,8 +285,9 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
 def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
     """Whether any of the runs can tell a constant: what none of them uses would only follow its prior."""
     plans = [row.plan for row in rows]
-    if name == "fetch_s":
-        return software.fetch_nodes > 0 and any(len(row.cluster.nodes) >= software.fetch_nodes for row in rows)
+    if name == "message_s":
+        staged = (row for row in rows if any(len(pipeline.stages) > 1 for pipeline in row.plan.pipelines))
+        return software.message_nodes > 0 and any(len(row.cluster.nodes) >= software.message_nodes for row in staged)
     if name in ("tensor_overlap", "tensor_host_s"):
         return any(len(lane.devices) > plan.context_parallel for plan in plans for _, _, _, lane in islice(plan.replicas(), 1))
     if name == "overlap_slowdown":
@@ -308,7 +321,7 @@ def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled
         beyond = np.maximum(0.0, sides * (peaks[len(weighed) :] - capacity)) * weights
         return np.concatenate([peaks[: len(weighed)] - logarithms, beyond])
 
-    solution = _solve(errors, MEMORY_PARAMETERS)
+    solution = _solve(errors, MEMORY_PARAMETERS, len(told))
     met = errors(solution)[: len(weighed)]
     error = float(np.mean(np.abs(np.expm1(met)))) if weighed else math.nan
     return _rounded(constants(solution), MEMORY_PARAMETERS), len(told), error
@@ -319,33 +332,55 @@ def _peak(plan: Plan, software: Stack) -> int:
     return max(parts.total for _, _, _, parts in lane_parts(plan, software))
 
 
-def _solve(errors: Any, parameters: Sequence[Parameter], weights: Any = 1.0) -> Any:
+def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any = 1.0) -> Any:
     """The logarithms of the parameters at the least robust error, each multiplied by its weight; the best of all starts."""
     middle = np.log([p.middle for p in parameters])
     widths = np.array([p.width for p in parameters])
     bounds = (np.log([p.least for p in parameters]), np.log([p.most for p in parameters]))
 
-    def residuals(logarithms: Any) -> Any:
+    def residuals(logarithms: Any, robust_error: float) -> Any:
         # Cauchy's loss for the runs, so that those that something else slowed do not draw the others away; the prior is a square.
-        scaled = errors(logarithms) / ROBUST_ERROR
+        scaled = errors(logarithms) / robust_error
         robust = weights * np.sign(scaled) * np.sqrt(np.log1p(scaled**2))
-        return np.concatenate([robust, (logarithms - middle) / widths * (PRIOR_ERROR / ROBUST_ERROR)])
+        return np.concatenate([robust, (logarithms - middle) / widths * (PRIOR_ERROR / robust_error)])
 
-    def searched(start: Any, steps: int) -> Any:
+    def searched(start: Any, steps: int, robust_error: float) -> Any:
         return least_squares(
-            residuals, start, bounds=bounds, x_scale=widths, diff_step=1e-3, xtol=1e-4, ftol=1e-3, max_nfev=steps
+            residuals,
+            start,
+            args=(robust_error,),
+            bounds=bounds,
+            x_scale=widths,
+            diff_step=1e-3,
+            xtol=1e-4,
+            ftol=1e-3,
+            max_nfev=steps,
         )
 
-    starts = list(itertools.product(*((p.middle, *p.further_starts) for p in parameters)))
-    if len(starts) == 1:
-        return searched(np.log(starts[0]), MOST_STEPS).x
-    tried = [searched(np.log(start), FIRST_STEPS) for start in starts]
-    return searched(min(tried, key=lambda found: float(found.cost)).x, MOST_STEPS).x
+    narrow = ROBUST_ERROR if runs >= MANY_RUNS else FEW_ERROR
+    # The second start gives up on no run in its first steps: runs far off have no pull else.
+    best = min(
+        (searched(first, FIRST_STEPS, narrow) for first in (middle, searched(middle, FIRST_STEPS, WIDE_ERROR).x)),
+        key=lambda found: float(found.cost),
+    )
+    for n, parameter in enumerate(parameters):
+        for start in parameter.further_starts:
+            moved = best.x.copy()
+            moved[n] = math.log(start)
+            other = searched(moved, FIRST_STEPS, narrow)
+            best = other if other.cost < best.cost else best
+    return searched(best.x, MOST_STEPS, narrow).x
 
 
 def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:
     """The stack with other values of some constants."""
     return replace(stack, **values)  # type: ignore[arg-type]  # they are those of numbers
+
+
+def _unfitted(software: Stack) -> Stack:
+    """The stack with every constant in the middle of its prior, but those that it does not use."""
+    middles = {p.name: p.middle for p in (*TIME_PARAMETERS, *MEMORY_PARAMETERS) if getattr(software, p.name)}
+    return replace(_with_constants(software, middles), source="the middles of the priors: no run was fitted on")
 
 
 def _rounded(stack: Stack, parameters: Sequence[Parameter]) -> Stack:
@@ -363,19 +398,32 @@ def with_factor(record: Efficiency, factor: float) -> Efficiency:
     )
 
 
-def split(runs: Sequence[Run], holdout: float, seed: int) -> tuple[list[Run], list[Run]]:
-    """The runs for the fit and those held out, drawn by lot inside each source. Raises InputError for a share outside [0, 1)."""
+def split(runs: Sequence[Run], holdout: float, seed: int, by: str = "run") -> tuple[list[Run], list[Run]]:
+    """The runs for the fit and those held out. Raises InputError for a share outside [0, 1).
+
+    By run: that share of each source's runs is held out, drawn by lot. By nodes: of each source the runs on that share of its
+    numbers of nodes. By source: all runs of that share of the sources.
+    """
     if not 0 <= holdout < 1:
         raise InputError(f"--holdout is a share of the runs from 0 to below 1, but got {holdout!r}")
     calibration, held = [], []
     lot = random.Random(seed)
-    by_source: dict[str, list[Run]] = {}
-    for run in runs:
-        by_source.setdefault(run.source_key, []).append(run)
-    for source in sorted(by_source):
-        rows = sorted(by_source[source], key=lambda run: run.id)
-        lot.shuffle(rows)
-        count = round(len(rows) * holdout)
-        held += rows[:count]
-        calibration += rows[count:]
+    strata: dict[str, dict[object, list[Run]]] = {}
+    for run in sorted(runs, key=lambda run: (run.source_key, run.id)):
+        stratum = "" if by == "source" else run.source_key
+        group: object = {"run": run.id, "nodes": _node_count(run), "source": run.source_key}[by]
+        strata.setdefault(stratum, {}).setdefault(group, []).append(run)
+    for groups in strata.values():
+        parts = list(groups.values())
+        lot.shuffle(parts)
+        count = round(len(parts) * holdout)
+        held += [run for part in parts[:count] for run in part]
+        calibration += [run for part in parts[count:] for run in part]
     return calibration, held
+
+
+def _node_count(run: Run) -> int | None:
+    """The number of nodes of a run, as far as it is published; else that of its GPUs."""
+    if run.num_gpus is None:
+        return None
+    return math.ceil(run.num_gpus / (run.gpus_per_node or 1))

@@ -82,6 +82,8 @@ class Run:
     framework: str | None = None
     iter_time_s: float | None = None
     iter_time_origin: str | None = None
+    tokens_per_s: float | None = None
+    """Of all GPUs together."""
     tflops_per_gpu: float | None = None
     tflops_counting: str | None = None
     mfu_pct: float | None = None

@@ -27,6 +27,7 @@ BEGIN, END = "<!-- begin: motley validate -->", "<!-- end: motley validate -->"
 """The lines of a Markdown file between which the tables stand."""
 
 DEFAULT_HOLDOUT, DEFAULT_SEED = 0.5, 0
+HOLDOUT_BY = ("run", "nodes", "source")
 
 
 def _share(text: object) -> float:
@@ -85,6 +86,15 @@ Holdout = Annotated[
         show_default=False,
     ),
 ]
+HoldoutBy = Annotated[
+    str | None,
+    typer.Option(
+        "--holdout-by",
+        metavar="run|nodes|source",
+        help="What --holdout draws: runs, numbers of nodes of each source, or whole sources; run by default.",
+        show_default=False,
+    ),
+]
 FitSeed = Annotated[
     int | None,
     typer.Option(
@@ -121,6 +131,7 @@ def validate(
     markdown: MarkdownFile = None,
     fit: Fit = False,
     holdout: Holdout = None,
+    holdout_by: HoldoutBy = None,
     seed: FitSeed = None,
     out: FittedFile = None,
     processes: Processes = None,
@@ -146,7 +157,7 @@ def validate(
     from experiments.fidelity import FAILED, PUBLISHED, replay, replay_json
     from experiments.published import read_failures, read_runs
 
-    _check_fit_flags(fit, holdout, seed, out, constants)
+    _check_fit_flags(fit, holdout, holdout_by, seed, out, constants)
     path, failed_path = runs or PUBLISHED, failures or (FAILED if runs is None else None)
     inputs = [file for file in (path, failed_path, constants) if file is not None]
     files = outputs({"--json": json_file, "--plot": plot, "--markdown": markdown, "--out": out}, inputs=inputs)
@@ -163,7 +174,7 @@ def validate(
 
         share, lot = DEFAULT_HOLDOUT if holdout is None else holdout, seed or DEFAULT_SEED
         with count_progress("software stacks fitted", len(stacks())) as progress:
-            fitted = fit_constants(measured, failed, lot, share, progress, processes)
+            fitted = fit_constants(measured, failed, lot, share, progress, processes, holdout_by or HOLDOUT_BY[0])
         chosen, calibration_ids = parse_constants(fitted.constants_text, "the fitted constants"), fitted.calibration_ids
     with count_progress("runs", len(measured) + len(failed)) as progress:
         told, interrupted = replay(measured, failed, chosen, processes, progress)
@@ -187,15 +198,19 @@ def validate(
         raise typer.Exit(NO_ANSWER)
 
 
-def _check_fit_flags(fit: bool, holdout: float | None, seed: int | None, out: Path | None, constants: Path | None) -> None:
+def _check_fit_flags(
+    fit: bool, holdout: float | None, by: str | None, seed: int | None, out: Path | None, constants: Path | None
+) -> None:
     """Nothing. Raises InputError for flags that --fit needs, that need --fit, or that exclude it."""
     if fit and out is None:
         raise InputError("--fit needs --out FILE, where the constants are written")
     if fit and constants is not None:
         raise InputError(f"--fit finds the constants, so that --constants {constants} would not be used; leave one of them out")
-    for flag, value in (("--holdout", holdout), ("--seed", seed), ("--out", out)):
+    for flag, value in (("--holdout", holdout), ("--holdout-by", by), ("--seed", seed), ("--out", out)):
         if not fit and value is not None:
             raise InputError(f"{flag} {value} says how to fit the constants, but --fit is not given")
+    if by is not None and by not in HOLDOUT_BY:
+        raise InputError(f"--holdout-by is {', '.join(HOLDOUT_BY)}, but got {by!r}{nearest(by, HOLDOUT_BY)}")
 
 
 def _chosen(

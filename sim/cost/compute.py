@@ -151,10 +151,10 @@ class ComputeCost:
             return OptimizerStep
         start, stop = instruction.layers
         inside, once = self._inside(lane, instruction.layers), self._comes_once(lane, instruction)
-        # Where messages block, the instruction before and after them takes longer.
+        # Where messages block, the instructions before and after them take longer.
         edges = [(edge.peer, edge.sequences) for edge in lane.previous if edge.layer == start]
         edges += [(edge.peer, edge.sequences) for edge in lane.next if edge.layer == stop]
-        return instruction.__class__, inside, once, once and start == 0, _beside_exchange(lane, instruction), tuple(edges)
+        return instruction.__class__, inside, once, _beside_exchange(lane, instruction), tuple(edges)
 
     def pieces(self, lane: Lane) -> tuple[PieceSeconds, PieceSeconds, PieceSeconds]:
         """One layer, the embedding and the head for the lane's share of a micro-batch on its devices."""
@@ -217,12 +217,7 @@ class ComputeCost:
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
         device_s, host_s = self._both_s(lane, instruction)
-        once = self._comes_once(lane, instruction)
-        seconds = _launched_s(device_s, host_s) + once * self.stack.micro_batch_s
-        fetches = once and lane.embedding and isinstance(instruction, Forward) and instruction.layers[0] == 0
-        if fetches and 0 < self.stack.fetch_nodes <= len(self.cluster.nodes):
-            seconds += self.stack.fetch_s
-        return seconds
+        return _launched_s(device_s, host_s) + self._comes_once(lane, instruction) * self.stack.micro_batch_s
 
     def _comes_once(self, lane: Lane, instruction: Compute) -> bool:
         """Whether what comes once for each forward and each backward of a chunk is with this part: that of the first layer."""

@@ -806,7 +806,7 @@ class _Timed:
     ) -> None:
         self.number, self.lane, self.instruction, self.inner = number, lane, instruction, inner
         self.alone: tuple[int, float, float] | None = None
-        """Where all its collectives are of one kind: which (its place in `inner`), and their seconds on the wire, and of latency."""
+        """Where all its collectives are of one kind: its place in `inner`, and their seconds on the wire, and of latency."""
         kinds = [group for group, transfer in enumerate(inner) if transfer]
         if len(kinds) == 1:
             self.alone = kinds[0], network.busiest_s(inner[kinds[0]]), inner[kinds[0]].latency_s

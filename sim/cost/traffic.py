@@ -92,15 +92,13 @@ def work(
 
 def computing_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> float:
     """Seconds of an instruction without the collectives inside it: its computation, and messages that block; see `work`."""
-    seconds = cost.seconds(lane, instruction)
-    if cost.stack.blocking_messages and not isinstance(instruction, OptimizerStep):
+    seconds, stack = cost.seconds(lane, instruction), cost.stack
+    if not isinstance(instruction, OptimizerStep) and (stack.blocking_messages or stack.message_nodes):
         seconds += _blocked_s(network, cost, lane, instruction)
     return seconds
 
 
-def hidden_shares(
-    cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s: float, context_s: float
-) -> tuple[float, float]:
+def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s: float, context_s: float) -> tuple[float, float]:
     """The shares of an instruction's collectives of tensor ranks, and of context ranks, that hide behind its computation.
 
     `tensor_s` and `context_s`: what these collectives take alone; see `work`.
@@ -115,13 +113,14 @@ def hidden_shares(
 
 
 def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
-    """Seconds of the messages before and after an instruction of a lane, alone on their links."""
+    """Seconds that the messages before and after an instruction keep a lane; of those that block, what they take alone."""
     if isinstance(instruction, BackwardWeight):
         return 0.0
     start, stop = instruction.layers
     edges = [edge for edge in lane.previous if edge.layer == start] + [edge for edge in lane.next if edge.layer == stop]
-    plan, seconds = cost.plan, 0.0
-    for edge in edges:
+    plan, stack = cost.plan, cost.stack
+    seconds = len(edges) * stack.message_s if 0 < stack.message_nodes <= len(network.cluster.nodes) else 0.0
+    for edge in edges if stack.blocking_messages else ():
         sent = SendActivation(0, edge.layer, edge.peer, edge.sequences)
         seconds += network.alone_s(message(network, plan, lane, cost.lane(edge.peer), sent))
     return seconds
@@ -217,9 +216,7 @@ def exchange(
         share_bytes = experts * element_bytes / degree
         same = [groups[e::degree] for e in range(degree)]
         found = together([found, at_once([_exchanged(network, plan, reduce, holding, share_bytes) for holding in same])])
-    # Parts cut a tensor's bytes, not what each of its collectives waits for.
-    times = stack.exchange_parts * max(1, stop - start) if stack.exchange_parts > 1 else 1.0
-    return _slowed(replace(found, latency_s=found.latency_s * times), stack)
+    return _slowed(found, stack)
 
 
 def _exchanged(network: Network, plan: Plan, reduce: bool, groups: Groups, num_bytes: float) -> Transfer:

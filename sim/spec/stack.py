@@ -46,16 +46,14 @@ class Stack:
     messages to be handed over."""
     blocking_messages: bool = False
     """Whether a stage computes nothing while it sends or receives activations and their gradients."""
-    fetch_s: float = 0.0
-    """Seconds that the first stage waits for the data of each micro-batch, on clusters of `fetch_nodes` nodes or more."""
-    fetch_nodes: float = 0.0
-    """The fewest nodes on which data has to be waited for; 0: it never has."""
+    message_s: float = 0.0
+    """Seconds more that each message between stages keeps sender and receiver, on clusters of `message_nodes` nodes or more."""
+    message_nodes: float = 0.0
+    """The fewest nodes on which messages do; 0: they never do."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     collective_scale: float = 1.0
     """Rate of its collectives in a training step per rate that they reach alone."""
-    exchange_parts: float = 1.0
-    """Collectives in which the gradients or parameters of one layer are exchanged; each has latencies of its own."""
     overlap_slowdown: float = 0.0
     """How much longer computation takes while gradients or parameters are on their way beside it, as a fraction."""
     optimizer_traffic: float = 1.0
@@ -94,9 +92,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "host_s": (0.0, 1.0),
     "tensor_host_s": (0.0, 1.0),
     "micro_batch_s": (0.0, 10.0),
-    "fetch_s": (0.0, 100.0),
-    "fetch_nodes": (0.0, 1e6),
-    "exchange_parts": (1.0, 1000.0),
+    "message_s": (0.0, 100.0),
+    "message_nodes": (0.0, 1e6),
     "tensor_overlap": (0.0, 1.0),
     "collective_scale": _SCALE,
     "overlap_slowdown": (0.0, 10.0),
@@ -111,7 +108,7 @@ STACK_UNITS = {
     "host_s": ("host", "time"),
     "tensor_host_s": ("tensor_host", "time"),
     "micro_batch_s": ("micro_batch", "time"),
-    "fetch_s": ("fetch", "time"),
+    "message_s": ("message", "time"),
     "step_s": ("step", "time"),
     "context_bytes": ("context", "bytes"),
 }

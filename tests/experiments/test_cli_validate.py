@@ -121,16 +121,16 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
         constants_text: str = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n"
         calibration_ids: frozenset[str] = frozenset({"v-1", "v-3"})
 
-    def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, progress: object, processes: int | None) -> Found:
-        assert (failures, processes) == ([], 1)
-        asked.append(([run.id for run in runs], seed, holdout))
+    def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object) -> Found:
+        assert (failures, others[1]) == ([], 1)
+        asked.append(([run.id for run in runs], seed, holdout, others[2]))
         return Found()
 
     monkeypatch.setattr(fitting, "fit", fit, raising=False)
     constants, report = world.folder / "constants.yaml", world.folder / "out.json"
     ran = motley("validate", "--runs", runs, "--jobs", 1, "--fit", "--seed", 7, "--out", constants, "--json", report)
     assert ran.code == 0, ran.err
-    assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5)]
+    assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5, "run")]
     assert constants.read_text() == Found().constants_text
     found = json.loads(report.read_text())
     by_id = {row["id"]: row for row in found["runs"] if row["quantity"] == "iter_time_s"}
@@ -185,6 +185,10 @@ def test_a_mistake_in_a_file_of_runs_is_told_in_one_line(motley: Motley, world: 
         (("--jobs", "0"), ["whole number of at least 1", "'0'"]),
         (("--fit",), ["--fit needs --out FILE"]),
         (("--holdout", "0.5"), ["--holdout 0.5", "--fit is not given"]),
+        (("--holdout-by", "nodes"), ["--holdout-by nodes", "--fit is not given"]),
+        (("--fit", "--out", "x.yaml", "--holdout-by", "node"), ["run, nodes, source", "'node'", "did you mean nodes?"]),
+        (("--holdout-by", "nodes"), ["--holdout-by nodes", "--fit is not given"]),
+        (("--fit", "--out", "x.yaml", "--holdout-by", "node"), ["run, nodes, source", "'node'", "did you mean nodes?"]),
         (("--out", "constants.yaml"), ["--out constants.yaml", "--fit is not given"]),
         (("--fit", "--out", "x.yaml", "--holdout", "1"), ["from 0 to below 1", "'1'"]),
         (("--fit", "--out", "x.yaml", "--constants", "y.yaml"), ["--constants y.yaml"]),

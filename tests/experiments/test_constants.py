@@ -52,7 +52,6 @@ software = st.builds(
     micro_batch_s=times,
     tensor_overlap=st.just(0.0) | fractions,
     collective_scale=scales,
-    exchange_parts=four_digits(1.0, 1000.0),
     overlap_slowdown=st.just(0.0) | four_digits(1e-6, 10.0),
     optimizer_traffic=scales,
     step_s=times,

@@ -48,6 +48,17 @@ def test_the_lot_depends_on_nothing_but_seed_and_source() -> None:
     assert {run.id for run in split(runs[:20], 0.5, 0)[1]} != {run.id for run in runs[:10]}
 
 
+def test_by_nodes_whole_sizes_are_held_out_and_by_source_whole_sources() -> None:
+    runs = [replace(run, num_gpus=8 * (1 + i % 4), gpus_per_node=8) for i, run in enumerate(of_sources(a=12, b=16))]
+    calibration, held = split(runs, 0.5, 0, "nodes")
+    sizes = [{(run.source_key, run.num_gpus) for run in part} for part in (calibration, held)]
+    assert not sizes[0] & sizes[1]
+    assert [len(part) for part in sizes] == [4, 4]
+    calibration, held = split(runs, 0.5, 0, "source")
+    assert {len({run.source_key for run in part}) for part in (calibration, held)} == {1}
+    assert len(calibration) + len(held) == len(runs)
+
+
 @pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(InputError, match=rf"^--holdout is a share of the runs from 0 to below 1, but got {share!r}$"):
@@ -149,7 +160,7 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith(("tensor", "fetch")):  # of which these runs say nothing
+        if not parameter.name.startswith(("tensor", "message")):  # of which these runs say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 
@@ -165,9 +176,9 @@ def test_one_wild_run_moves_little() -> None:
 
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
     # Without tensor ranks: their overlap, and what the host takes for each of them.
-    start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, exchange_parts=5.0, flash_attention=False)
+    start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
     found = fitted(timed(start), start).stack
-    assert (found.tensor_overlap, found.tensor_host_s, found.exchange_parts) == (0.7, 3e-6, 5.0)
+    assert (found.tensor_overlap, found.tensor_host_s, found.message_s) == (0.7, 3e-6, 2.0)
     assert not found.flash_attention and found.context_bytes == start.context_bytes
     # Without runs: everything.
     nothing = fitted([], replace(start, source="as it was"))

@@ -23,7 +23,6 @@ from sim.spec.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Collective,
     Compute,
     Forward,
     GatherParameters,
@@ -262,7 +261,6 @@ SLOW_HOST = Stack(
     loss_traffic=2.0,
     tensor_overlap=0.2,
     collective_scale=0.7,
-    exchange_parts=3.0,
     overlap_slowdown=0.1,
     optimizer_traffic=2.0,
     step_s=1e-3,
@@ -298,7 +296,6 @@ stacks = st.builds(
     gradient_bytes=st.sampled_from((0.0, 8.0)),
     tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
     collective_scale=st.sampled_from((0.5, 1.0)),
-    exchange_parts=st.sampled_from((1.0, 12.0)),
     overlap_slowdown=st.sampled_from((0.0, 0.2)),
 )
 
@@ -332,43 +329,18 @@ def test_a_stage_whose_messages_block_computes_nothing_meanwhile() -> None:
     assert Estimate(given, waiting).iteration_s() == pytest.approx(simulate(given, waiting).iteration_s, rel=1e-9)
 
 
-def test_data_is_waited_for_by_the_first_stage_and_only_on_so_many_nodes() -> None:
-    given = plan(["n0/0", "n1/0"], micro_batches=8)
-    first, second = (lane.layers[0] for lane in compile_plan(given).lanes)
-    few, many = (world(2, stack=replace(LOSES_NOTHING, fetch_s=3.0, fetch_nodes=nodes)) for nodes in (3, 2))
-    for lane, instruction, waited_s in ((0, Forward(0, first), 3.0), (0, Backward(0, first), 0.0), (1, Forward(0, second), 0.0)):
-        usual, waiting = (taken(given, cluster, instruction, lane).seconds for cluster in (few, many))
-        assert waiting - usual == pytest.approx(waited_s)
-    # Eight micro-batches, one after another through the first stage, which nothing else keeps busy for long.
-    assert simulate(given, many).iteration_s == pytest.approx(8 * 3.0 + simulate(given, few).iteration_s, rel=1e-2)
-
-
-@pytest.mark.parametrize(("layers", "times"), [((0, 4), 4), ((1, 3), 2), ((0, 1), 1), ((0, 0), 1), ((4, 4), 1)])
-@pytest.mark.parametrize("instruction", [ReduceGradients, GatherParameters])
-def test_parts_wait_for_their_latencies_one_after_another_and_move_no_more_bytes(
-    instruction: type[Collective], layers: tuple[int, int], times: int
-) -> None:
-    # A ring of two: one step for a gather, two for a sum, over a network of 1 s; embedding and head are one tensor each.
-    given, cluster = plan(["n0/0"], ["n1/0"], zero_stage=0), world(2, latency_s=1.0)
-    network, members = Network(cluster), compile_plan(given).lanes
-    steps = 2 if instruction is ReduceGradients else 1
-    one, twelve = (
-        exchange(network, given, instruction(layers), members, Stack("parts", exchange_parts=parts)) for parts in (1.0, 12.0)
-    )
-    assert (one.latency_s, twelve.latency_s) == pytest.approx((steps, 12 * times * steps))
-    assert replace(twelve, latency_s=one.latency_s) == one
-    # The cluster's own stack counts where none is given.
-    own = replace(cluster, stack=Stack("parts", exchange_parts=12.0))
-    assert exchange(Network(own), given, instruction(layers), members).latency_s == pytest.approx(12 * times * steps)
-
-
-def test_an_iteration_waits_for_the_parts_of_every_reduction() -> None:
-    # Three sums in turn after the backward, of the head, four layers and the embedding, of two steps of 1 s each.
-    given = plan(["n0/0"], ["n1/0"], zero_stage=0)
-    once, parts = (
-        simulate(given, world(2, stack=Stack("parts", exchange_parts=count), latency_s=1.0)).iteration_s for count in (1.0, 12.0)
-    )
-    assert parts - once == pytest.approx(2 * (12 + 4 * 12 + 12) - 2 * 3)
+def test_on_so_many_nodes_each_message_keeps_its_sender_and_its_receiver() -> None:
+    given = plan(["n0/0", "n1/0", "n2/0"], micro_batches=8)
+    lanes = compile_plan(given).lanes
+    few, many = (world(3, stack=replace(LOSES_NOTHING, message_s=3.0, message_nodes=nodes)) for nodes in (4, 3))
+    for lane, messages in ((0, 1), (1, 2), (2, 1)):
+        for kind in (Forward, Backward):
+            usual, waiting = (taken(given, cluster, kind(0, lanes[lane].layers[0]), lane).seconds for cluster in (few, many))
+            assert waiting - usual == pytest.approx(3.0 * messages)
+    # Nothing else takes long: for each micro-batch one forward and one backward of the stage in the middle, six seconds each; the
+    # three seconds of another stage fill the pipeline, and three drain it.
+    assert simulate(given, few).iteration_s < 0.1
+    assert simulate(given, many).iteration_s == pytest.approx(8 * 12.0 + 2 * 3.0, rel=1e-2)
 
 
 # --- Context parallelism ---------------------------------------------------------------------------------------------

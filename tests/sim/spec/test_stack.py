@@ -60,7 +60,6 @@ def test_what_a_table_says_is_in_its_unit() -> None:
         step="2 s",
         context="512 MiB",
         matmul_scale=0.8,
-        exchange_parts=12,
         gradient_bytes=6,
         loss_traffic=2.5,
         flash_attention=False,
@@ -75,7 +74,6 @@ def test_what_a_table_says_is_in_its_unit() -> None:
         step_s=2.0,
         context_bytes=512 * 2**20,
         matmul_scale=0.8,
-        exchange_parts=12.0,
         gradient_bytes=6.0,
         loss_traffic=2.5,
         flash_attention=False,
@@ -91,9 +89,9 @@ def test_nothing_said_is_nothing_lost() -> None:
 
 def test_like_takes_another_stack_but_for_what_is_said() -> None:
     base = stack("deepspeed-zero3")
-    assert not base.flash_attention and base.exchange_parts > 1
+    assert not base.flash_attention and base.collective_scale < 1
     assert read(like="deepspeed-zero3", host="7 us") == replace(base, name="own", host_s=7e-6)
-    assert read(like="deepspeed-zero3", flash_attention=True, exchange_parts=1).flash_attention
+    assert read(like="deepspeed-zero3", flash_attention=True, collective_scale=1).flash_attention
     assert read_stack("own", Table({"step": "1 s"}, "mine.yaml"), base) == replace(base, name="own", step_s=1.0)
     # What is said there comes before what is given.
     assert read_stack("own", Table({"like": "nemo"}, "mine.yaml"), base) == replace(stack("nemo"), name="own")
@@ -113,7 +111,6 @@ def test_like_takes_another_stack_but_for_what_is_said() -> None:
         ({"matmul_scale": "fast"}, ["stack.matmul_scale", "'fast'"]),
         ({"matmul_scale": float("nan")}, ["stack.matmul_scale", "nan"]),
         ({"tensor_overlap": 1.5}, ["stack.tensor_overlap", "at most 1", "1.5"]),
-        ({"exchange_parts": 0.5}, ["stack.exchange_parts", "at least 1", "0.5"]),
         ({"flash_attention": 1}, ["stack.flash_attention", "true or false", "1"]),
         ({"source": ""}, ["stack.source", "a text"]),
         ({"like": "megatron-cor"}, ["mine.yaml: stack.like: unknown software stack 'megatron-cor'; did you mean megatron-core?"]),
@@ -133,7 +130,7 @@ def test_a_mistake_names_file_key_value_and_what_is_accepted(values: dict[str, o
         ("gradient_bytes", 0.0, 1000.0),
         ("host_s", 0.0, 1.0),
         ("tensor_overlap", 0.0, 1.0),
-        ("exchange_parts", 1.0, 1000.0),
+        ("message_s", 0.0, 100.0),
     ],
 )
 def test_the_ends_of_a_range_are_inside_and_what_is_beyond_is_not(name: str, least: float, most: float) -> None:
