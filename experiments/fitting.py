@@ -54,6 +54,9 @@ FEWEST_RUNS = 10
 _NOT_MEASURED = "not measured"
 """In the source of an efficiency record of whose kinds there are no micro-benchmarks."""
 
+_FACTOR_TOLD = "; rates of matmuls and attention x "
+"""In the source of such a record, before the factor that runs gave it."""
+
 FIRST_STEPS = 3
 """Steps of the search from each start, before the best of them is searched to its end."""
 
@@ -178,7 +181,7 @@ def fit(
         row = modelled(run, known)
         if isinstance(row, Modelled):
             failed.setdefault(row.cluster.stack.name, []).append(run)
-    constants = Constants(fit_pieces(DATA, seed, holdout).efficiencies, {}, fit_links(DATA / "microbench.csv")[0])
+    constants = Constants(fit_pieces(DATA, seed).efficiencies, {}, fit_links(DATA / "microbench.csv")[0])
     free = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
     tasks = [
         Task(
@@ -198,8 +201,9 @@ def fit(
     renewed = dict(efficiencies()) | dict(constants.efficiencies)
     for one in fitted:
         for record, factor in one.factors.items():
-            told = f"rates of matmuls and attention x {factor:.2f} by runs of {one.stack.name}"
-            renewed[record] = replace(with_factor(renewed[record], factor), source=f"{renewed[record].source}; {told}")
+            begun = without_factor(renewed[record])
+            told = f"{_FACTOR_TOLD}{factor:.2f} by runs of {one.stack.name}"
+            renewed[record] = replace(with_factor(begun, float(f"{factor:.2f}")), source=f"{begun.source}{told}")
     unseen: set[str] = set()
     if by == "source":
         rows = (modelled(run, known) for run in held)
@@ -248,14 +252,15 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
         estimates.append((estimate, float(row.run.iter_time_s or 0.0), kinds, row.run.source_key))
     if not estimates:
         return task.stack, {}, 0, math.nan
-    free = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
+    shipped = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
+    free = {name: (record, without_factor(record)) for name, record in shipped.items()}
     parameters = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
 
     def constants(logarithms: Any) -> tuple[Stack, dict[Efficiency, Efficiency]]:
         values = np.exp(logarithms).tolist()
         changed = _with_constants(task.stack, {p.name: value for p, value in zip(parameters, values, strict=False)})
         factors = zip(free.values(), values[len(parameters) :], strict=True)
-        return changed, {record: with_factor(record, factor) for record, factor in factors}
+        return changed, {record: with_factor(begun, factor) for (record, begun), factor in factors}
 
     def errors(logarithms: Any) -> Any:
         check_interrupt()
@@ -396,6 +401,12 @@ def with_factor(record: Efficiency, factor: float) -> Efficiency:
         matmul_fraction=min(1.0, record.matmul_fraction * factor),
         attention_fraction=min(1.0, record.attention_fraction * factor),
     )
+
+
+def without_factor(record: Efficiency) -> Efficiency:
+    """The record as it was before an earlier fit on runs, whose factor its source tells, so that factors do not pile up."""
+    begun, told, rest = record.source.partition(_FACTOR_TOLD)
+    return replace(with_factor(record, 1 / float(rest.split()[0])), source=begun) if told else record
 
 
 def split(runs: Sequence[Run], holdout: float, seed: int, by: str = "run") -> tuple[list[Run], list[Run]]:

@@ -12,7 +12,16 @@ import pytest
 
 from experiments.constants import Constants
 from experiments.fidelity import measured_peak_bytes
-from experiments.fitting import MEMORY_PARAMETERS, TIME_PARAMETERS, FittedStack, Task, fit_stack, split, with_factor
+from experiments.fitting import (
+    MEMORY_PARAMETERS,
+    TIME_PARAMETERS,
+    FittedStack,
+    Task,
+    fit_stack,
+    split,
+    with_factor,
+    without_factor,
+)
 from experiments.published import Modelled, Run, modelled, read_assumptions
 from sim.cost.estimate import Estimate
 from sim.cost.memory import peak_bytes
@@ -207,6 +216,16 @@ def test_the_rate_of_kinds_without_micro_benchmarks_is_found() -> None:
     assert found.stack.matmul_scale == pytest.approx(1.0, rel=0.02)
     # A kind that is not free stays as its record has it; then the stack has to take the blame.
     assert fitted(rows).factors == {} and fitted(rows).time_error > 3 * found.time_error
+
+
+def test_a_factor_that_runs_gave_is_taken_back_before_the_next_one() -> None:
+    record = replace(efficiencies()["volta"], source="not measured: guessed")
+    once = replace(
+        with_factor(record, 0.95), source="not measured: guessed; rates of matmuls and attention x 0.95 by runs of own"
+    )
+    undone = without_factor(once)
+    assert undone.source == record.source and undone.matmul_fraction == pytest.approx(record.matmul_fraction, rel=1e-12)
+    assert without_factor(record) == record
 
 
 def test_no_fraction_goes_above_one() -> None:
