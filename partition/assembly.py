@@ -19,7 +19,7 @@ from partition.pricing import Pricing
 from partition.room import Room
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.plan import Pipeline
+from sim.spec.plan import Pipeline, Stage
 from sim.spec.schedules import in_flight
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
@@ -40,7 +40,8 @@ class Assembly:
         self._cluster, self._job, self._pricing = cluster, job, pricing
         self._room = Room(cluster, job)
         self._stages: dict[object, dict[int, tuple[float, int]]] = {}
-        self._cuts: dict[object, tuple[list[int], list[int]] | None] = {}
+        self._cuts: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+        self._built: dict[object, tuple[Stage, ...]] = {}
 
     def draft(self, pipelines: Sequence[Groups], micro_batch: int, settings: Settings) -> Draft | None:
         """The draft with these stages, or None where layers do not fit or micro-batches do not sum to the batch."""
@@ -48,7 +49,7 @@ class Assembly:
             return None
         signs = [self._sign(groups, micro_batch, settings) for groups in pipelines]
         twins = [signs.count(sign) for sign in signs]
-        cuts: dict[object, tuple[list[int], list[int]]] = {}
+        cuts: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         paces: dict[object, Pace] = {}
         built = []
         for groups, sign, count in zip(pipelines, signs, twins, strict=True):
@@ -57,10 +58,7 @@ class Assembly:
                 if cut is None:
                     return None
                 cuts[sign] = cut
-            stages = tuple(
-                stage(devices, layers, micro_batch, full=full)
-                for devices, layers, full in zip(groups, ranges(cuts[sign][0]), cuts[sign][1], strict=True)
-            )
+            stages = self._stages_of(groups, *cuts[sign], micro_batch)
             built.append(stages)
             if sign not in paces:
                 fill_s, period_s = self._pricing.course(Pipeline(micro_batch, 1, stages), settings).ends(count)
@@ -71,6 +69,17 @@ class Assembly:
         draft = tuple(Pipeline(micro_batch, n, stages) for stages, n in zip(built, counts, strict=True))
         # Memory was counted with the mean number of micro-batches; a fast pipeline takes more, and may hold more at once.
         return draft if max(counts) <= self._number(len(pipelines), micro_batch) or self._room.fits(draft, settings) else None
+
+    def _stages_of(self, groups: Groups, counts: tuple[int, ...], full: tuple[int, ...], micro_batch: int) -> tuple[Stage, ...]:
+        """The stages of a pipeline that hold these numbers of layers, and recompute these numbers of them."""
+        key = (groups, counts, full, micro_batch)
+        found = self._built.get(key)
+        if found is None:
+            found = self._built[key] = tuple(
+                stage(devices, layers, micro_batch, full=n)
+                for devices, layers, n in zip(groups, ranges(counts), full, strict=True)
+            )
+        return found
 
     def _number(self, pipelines: int, micro_batch: int) -> int:
         """Micro-batches of each of so many pipelines, if all took as many."""
@@ -86,7 +95,7 @@ class Assembly:
 
     def _cut(
         self, groups: Groups, sign: object, pipelines: int, twins: int, micro_batch: int, settings: Settings
-    ) -> tuple[list[int], list[int]] | None:
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Layers of each stage, and how many of them it recomputes; the same for all twins."""
         key = (sign, pipelines, twins, micro_batch, settings)
         if key not in self._cuts:
@@ -95,7 +104,7 @@ class Assembly:
 
     def _find_cut(
         self, groups: Groups, pipelines: int, twins: int, micro_batch: int, settings: Settings
-    ) -> tuple[list[int], list[int]] | None:
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         depth, layers = len(groups), self._job.model.layers
         if depth > layers:
             return None
@@ -111,9 +120,9 @@ class Assembly:
                 seconds = self._pricing.message(a, b, settings).seconds(size, twins) / 2
                 waits[s] += seconds
                 waits[s + 1] += seconds
-        best: tuple[float, list[int], list[int]] | None = None
+        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         tried: list[list[int]] = []
-        for share in WAIT_SHARES if settings.schedule == "1f1b" and any(waits) else (0.0,):
+        for share in WAIT_SHARES if settings.schedule != "gpipe" and any(waits) else (0.0,):
 
             def cost(s: int, count: int, share: float = share) -> float:
                 return tables[s](count)[0] + share * waits[s]
@@ -124,14 +133,12 @@ class Assembly:
             if counts in tried:
                 continue
             tried.append(counts)
-            full = [tables[s](count)[1] for s, count in enumerate(counts)]
-            stages = tuple(
-                stage(devices, cut, micro_batch, full=n) for devices, cut, n in zip(groups, ranges(counts), full, strict=True)
-            )
+            full = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
+            stages = self._stages_of(groups, tuple(counts), full, micro_batch)
             course = self._pricing.course(Pipeline(micro_batch, number, stages), settings)
             seconds = course.end_s(twins)
             if best is None or seconds < best[0]:
-                best = (seconds, counts, full)
+                best = (seconds, tuple(counts), full)
         assert best is not None
         return best[1], best[2]
 
@@ -146,7 +153,8 @@ class Assembly:
         last: bool,
     ) -> partial[tuple[float, int]]:
         """A function of a number of layers: a stage's seconds for one micro-batch, and how many layers it recomputes."""
-        key = (devices, pipelines, micro_batch, settings, flying, first, last)
+        alike = id(self._pricing.stage(devices, micro_batch, settings)), self._room.capacity_bytes(devices), len(devices)
+        key = (alike, pipelines, micro_batch, settings, flying, first, last)
         known = self._stages.setdefault(key, {})
         return partial(self._seconds, known, devices, pipelines, micro_batch, settings, flying, first, last)
 

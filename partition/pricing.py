@@ -8,7 +8,8 @@ A pipeline of stages j takes, with forward F_j, backward B_j, and c_j for a mess
 
     sum of all F_j + B_j + 2 c_j, once, to fill and drain it, and then for each further micro-batch one period:
     1F1B     the largest mean, over every run of consecutive stages, of F_j + B_j and of 2 c_j inside the run:
-             a stage of 1F1B waits for its neighbour's answer, so that messages count although they do not block
+             a stage of 1F1B waits for its neighbour's answer, so that messages count although they do not block;
+             under eager 1F1B it waits for the answer to an earlier one, and the sum is shared by as many more
     GPipe    max(F_j, c_j) + max(B_j, c_j), over all stages
 
 A link that all messages together keep busy longer than this sets the period instead. Gradients of the layers held by several
@@ -23,6 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
+
+import numpy as np
 
 from partition.drafts import Draft, Settings, stage
 from sim.cost.collectives import across_lanes, between_lanes, collective
@@ -138,13 +141,17 @@ class Pricing:
         self.network = Network(cluster)
         self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
         self._stages: dict[object, StageSeconds] = {}
+        self._alike: dict[StageSeconds, StageSeconds] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
 
     # --- Pieces ---
 
     def stage(self, devices: Devices, micro_batch: int, settings: Settings) -> StageSeconds:
-        """The seconds of the pieces of a stage on these devices. They are as the simulation's, alone on their links."""
+        """The seconds of the pieces of a stage on these devices. They are as the simulation's, alone on their links.
+
+        Devices on which they are equal have the same object.
+        """
         key = (devices, micro_batch, settings.sequence_parallel)
         found = self._stages.get(key)
         if found is None:
@@ -153,7 +160,7 @@ class Pricing:
                 seconds + sum(self._collective_s(c, devices) for c in inside)
                 for seconds, inside in zip(computed, collectives, strict=True)
             )
-            found = self._stages[key] = StageSeconds(
+            made = StageSeconds(
                 layer_forward_s=forward,
                 layer_backward_s=backward,
                 recompute_s=recompute - backward,
@@ -164,6 +171,7 @@ class Pricing:
                 head_backward_s=head_back - backward,
                 micro_batch_s=self.cluster.stack.micro_batch_s,
             )
+            found = self._stages[key] = self._alike.setdefault(made, made)
         return found
 
     def _computed(
@@ -361,14 +369,12 @@ def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequenc
     if schedule == "gpipe":
         there = max(max(forward), max(waits, default=0.0))
         return there + max(max(backward), max(waits, default=0.0))
-    stages = [f + b for f, b in zip(forward, backward, strict=True)]
-    longest = 0.0
-    for i, seconds in enumerate(stages):
-        total = seconds
-        if total > longest:
-            longest = total
-        for j in range(i + 1, len(stages)):
-            total += stages[j] + 2 * waits[j - 1]
-            if total > longest * (j - i + 1):
-                longest = total / (j - i + 1)
-    return longest
+    if len(forward) == 1:
+        return forward[0] + backward[0]
+    # From stage i to stage j so many micro-batches are under way at once; what one of them takes there and back is the total
+    # up to j less that before i.
+    ends = np.cumsum(np.add(forward, backward) + 2 * np.array([0.0, *waits]))
+    begins = np.concatenate([[0.0], ends[:-1]]) + 2 * np.array([0.0, *waits])
+    between = np.arange(len(ends)) - np.arange(len(ends))[:, None]
+    counts = (2 if schedule == "eager-1f1b" else 1) * between + 1
+    return float(((ends - begins[:, None]) / np.where(counts > 0, counts, np.inf)).max())

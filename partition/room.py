@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from partition.drafts import Draft, Settings, make_plan, stage
 from sim.cost.memory import lane_parts
@@ -152,7 +153,7 @@ class Room:
         )
         # Under GPipe every micro-batch is in flight at once.
         plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
-        return [parts.total for p, _, _, parts in lane_parts(plan, self._cluster.stack) if p == 0]
+        return [parts.total for _, _, _, parts in islice(lane_parts(plan, self._cluster.stack), depth)]
 
 
 def _names() -> Iterator[str]:

@@ -16,7 +16,7 @@ from sim.spec.reading import InputError, Table, parse_json, read_text
 from sim.spec.transformer import Transformer, read_transformer, to_table, transformer
 
 FORMAT = "motley-plan/1"
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 ZERO_STAGES = (0, 1, 2, 3)
 GRADIENT_PRECISIONS = ("fp32", "bf16")
 

@@ -47,6 +47,15 @@ def _one_forward_one_backward(depth: int, position: int, chunks: int, micro_batc
     return _alternating(forwards, backwards, depth - position - 1)
 
 
+def _eager(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+    """1F1B with twice the warm-up, so that messages travel while both their stages work (Zhuang et al., 2023, arXiv:2211.05322).
+
+    Between two neighbours two more micro-batches are under way than their stages work on, one in each direction.
+    """
+    forwards, backwards = ([Step(kind, m, 0) for m in range(micro_batches)] for kind in (Forward, Backward))
+    return _alternating(forwards, backwards, 2 * (depth - position - 1))
+
+
 def _alternating(forwards: list[Step], backwards: list[Step], warm_up: int) -> Iterator[Step]:
     """So many forwards, then one forward and one backward in turn, then the rest of the backwards."""
     warm_up = min(warm_up, len(forwards))
@@ -180,6 +189,9 @@ class Schedule:
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(_gpipe, held=lambda depth, position, micro_batches: micro_batches),
     "1f1b": Schedule(_one_forward_one_backward, held=lambda depth, position, micro_batches: min(depth - position, micro_batches)),
+    "eager-1f1b": Schedule(
+        _eager, held=lambda depth, position, micro_batches: min(2 * (depth - position) - 1, micro_batches)
+    ),
     "interleaved": Schedule(_interleaved, ranges=None),
     "zb-1p": Schedule(
         _zero_bubble_1p, splits_backward=True, held=lambda depth, position, micro_batches: min(depth, micro_batches)

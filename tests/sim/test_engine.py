@@ -101,6 +101,18 @@ def idle_s(trace: Trace, lane: str) -> float:
     return max(s.end_s for s in spans) - min(s.start_s for s in spans) - sum(s.end_s - s.start_s for s in spans)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 0.5, 1.0, 3.0])
+def test_eager_1f1b_hides_messages_that_1f1b_waits_for(latency_s: float, every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster = ethernet_cluster([1, 1], 1e30, latency_s=latency_s)
+    for schedule, under_way in (("1f1b", 2), ("eager-1f1b", 3)):
+        short, long = (
+            simulate(plan([looped(schedule, 2, 1)], count, schedule=schedule), cluster).iteration_s for count in (24, 48)
+        )
+        # There and back a micro-batch takes F + B on both stages and two messages, and so many of them are under way at once.
+        assert (long - short) / 24 == pytest.approx(max(2.0, (4.0 + 2 * latency_s) / under_way))
+
+
 @given(depth=st.integers(1, 5), chunks=st.integers(2, 3), groups=st.integers(1, 3), f=st.floats(0.1, 3), b=st.floats(0.1, 3))
 @settings(max_examples=30)
 def test_interleaved_has_a_bubble_of_p_minus_1_over_v_m(depth: int, chunks: int, groups: int, f: float, b: float) -> None:

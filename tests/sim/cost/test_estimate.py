@@ -28,7 +28,7 @@ from sim.spec.transformer import Moe, Transformer, transformer
 from tests.strategies import worlds
 from tests.worlds import GivenCost, ethernet_cluster, plan, stage
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 
 
 class Given(GivenCost):

@@ -334,7 +334,8 @@ def test_a_model_must_be_known() -> None:
         ({"zero_stage": True}, "zero_stage: expected one of 0, 1, 2, 3, but got True"),
         (
             {"schedule": "1F1B"},
-            "schedule: expected one of gpipe, 1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '1F1B'; did you mean 1f1b?",
+            "schedule: expected one of gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '1F1B'; did you mean "
+            "1f1b?",
         ),
         ({"precision": "int4"}, "precision: expected one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
         ({"sequence_parallel": "no"}, "sequence_parallel: expected true or false, but got 'no'"),
@@ -434,7 +435,7 @@ def test_a_bad_pipeline_is_told_with_its_place() -> None:
     ("change", "error"),
     [
         ({"pipelines": (), "global_batch": 0}, "a plan has at least one pipeline, but got none"),
-        ({"schedule": "2f2b"}, "schedule is one of gpipe, 1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '2f2b'"),
+        ({"schedule": "2f2b"}, "schedule is one of gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '2f2b'"),
         ({"zero_stage": 4}, "zero_stage is one of 0, 1, 2, 3, but got 4"),
         ({"precision": "int4"}, "precision is one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
     ],

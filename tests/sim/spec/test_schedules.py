@@ -76,6 +76,14 @@ def test_every_schedule_that_a_plan_can_name_has_an_order() -> None:
 # --- Orders drawn by hand --------------------------------------------------------------------------------------------
 
 
+def test_eager_1f1b_warms_up_twice_as_long() -> None:
+    assert rows(compile_plan(plan_of("eager-1f1b", ranges_of("eager-1f1b", 3, 1), 5))) == [
+        "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4",
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+
+
 def test_interleaved_does_groups_of_as_many_micro_batches_as_stages_chunk_by_chunk() -> None:
     # Warm-ups of 2 (p - r - 1) + (v - 1) p = 4 and 2 forwards; then one forward and one backward in turn.
     assert rows(compile_plan(plan_of("interleaved", ranges_of("interleaved", 2, 2), 4))) == [
@@ -215,6 +223,7 @@ def test_what_schedules_hold_is_what_their_papers_say(depth: int) -> None:
     for r in range(depth):
         assert in_flight("gpipe", depth, r, many) == many
         assert in_flight("1f1b", depth, r, many) == depth - r
+        assert in_flight("eager-1f1b", depth, r, many) == 2 * (depth - r) - 1
         # Narayanan et al. (2021): a warm-up of 2 (p - r - 1) + (v - 1) p chunks, and one more.
         assert in_flight("interleaved", depth, r, many, (1, 1, 1)) == pytest.approx((2 * (depth - r - 1) + 2 * depth + 1) / 3)
         # Qi et al. (2024): ZB-H1 holds p on every stage, ZB-H2 2p - 1, V-ZB as much as 1F1B's first stage.
