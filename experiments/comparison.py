@@ -1,23 +1,31 @@
-"""Planners side by side: the same job, judge, budget and seeds for each, and who found the fastest plan."""
+"""Planners side by side: the same job, judge, budget and seeds for each, and who found the fastest plan.
+
+Importing this enters the baselines of `experiments.baselines` in the registry, so that they are compared like any planner.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments import baselines  # noqa: F401
 from experiments.judges import judge_named
 from experiments.parallel import check_interrupt, in_processes
-from partition.search import DEFAULT_BUDGET_S, Result, plan, planner_named
+from partition.search import DEFAULT_BUDGET_S, Result, Search, plan, planner_named
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.judge import Cost
-from sim.spec.plan import Plan
-from sim.spec.reading import InputError
+from sim.spec.judge import Cost, Infeasible
+from sim.spec.plan import Plan, parse_plan
+from sim.spec.reading import InputError, write_file
 from sim.spec.version import VERSION
 
 
@@ -35,11 +43,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a cell: the result of its search, or the error that ended it."""
+    """What came of a cell: the result of its search, why the planner refused it, or the error that ended it.
+
+    Of a plan that a published program found there was no search: `remark` then says how it was judged.
+    """
 
     cell: Cell
     result: Result | None
     error: str | None = None
+    refusal: str | None = None
+    history: tuple[tuple[float, float], ...] = ()
+    """Seconds of search and the best iteration in seconds, each time it became better."""
+    remark: str | None = None
+    fits: bool = True
+    """False where the plan was judged for its time alone, because it does not fit in memory."""
 
     @property
     def cost(self) -> Cost | None:
@@ -52,42 +69,141 @@ class Outcome:
         return self.result.plan if self.result is not None else None
 
     @property
+    def searched(self) -> bool:
+        """Whether one of our planners searched for the plan; False for a published one."""
+        return self.remark is None
+
+    @property
     def stopped(self) -> str:
-        """How the search ended: as its result says, or 'error'."""
-        return self.result.stopped if self.result is not None else "error"
+        """How the search ended: as its result says, 'refused' or 'error'."""
+        if self.result is not None:
+            return self.result.stopped
+        return "refused" if self.refusal is not None else "error"
 
     @property
     def why_not(self) -> str | None:
         """Why there is no plan; None where there is one."""
-        if self.error is not None or self.result is None:
-            return self.error
+        if self.result is None:
+            return self.error or self.refusal
         return self.result.infeasible.message if self.result.infeasible is not None else None
 
 
 def run_cell(cell: Cell) -> Outcome:
-    """The outcome of a cell. A planner that fails is an outcome too, so that it does not spoil the others' comparison."""
+    """The outcome of a cell.
+
+    A planner that raises InputError before its first plan refuses the cell, as one that serves small clusters alone does a large
+    one. A planner that fails is an outcome too, so that it does not spoil the others' comparison.
+    """
+    history = _History()
     try:
         judge = judge_named(cell.judge)(cell.cluster, cell.job, cell.seed)
-        result = plan(cell.cluster, cell.job, cell.planner, judge, cell.budget_s, cell.seed, check_interrupt)
+        result = plan(cell.cluster, cell.job, cell.planner, judge, cell.budget_s, cell.seed, history)
     except Exception as error:
-        what = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        return Outcome(cell, None, " ".join(what.split()))
-    return Outcome(cell, result)
+        told = " ".join(str(error).split())
+        if isinstance(error, InputError) and not history.asked:
+            return Outcome(cell, None, refusal=told)
+        return Outcome(cell, None, told if isinstance(error, InputError) else f"{type(error).__name__}: {told}")
+    if result.cost is not None:
+        history.note(result.cost.iteration_s)
+    return Outcome(cell, result, history=tuple(history.steps))
+
+
+@dataclass
+class _History:
+    """What `partition.search` tells of its progress: it notes each better plan, and ends the search at an interrupt."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    asked: bool = False
+    """Whether a plan was judged."""
+    _began: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, search: Search) -> None:
+        """Nothing, or KeyboardInterrupt; notes the best plan if it is better than the last."""
+        self.asked = True
+        if search.best is not None:
+            self.note(search.best[1].iteration_s)
+        check_interrupt()
+
+    def note(self, iteration_s: float) -> None:
+        """Nothing; adds a step where the iteration is faster than the last one's."""
+        if not self.steps or iteration_s < self.steps[-1][1]:
+            self.steps.append((time.perf_counter() - self._began, iteration_s))
 
 
 def compare(
-    cells: Sequence[Cell], processes: int | None = None, progress: Callable[[], None] | None = None
+    cells: Sequence[Cell],
+    processes: int | None = None,
+    progress: Callable[[], None] | None = None,
+    keep: Path | None = None,
 ) -> tuple[list[Outcome], bool]:
     """The outcomes of the cells that were run, in their order, and whether Ctrl-C ended the comparison early.
 
-    Cells run in parallel processes, as many as there are cores unless `processes` says otherwise. Raises InputError for an
-    unknown planner or judge.
+    Cells run in parallel processes, as many as there are cores unless `processes` says otherwise. With the folder `keep` each
+    outcome is written there as soon as it is known, and a cell whose outcome lies there is not run again. Raises InputError
+    for an unknown planner or judge.
     """
     for cell in cells:
         planner_named(cell.planner)
         judge_named(cell.judge)
-    found, interrupted = in_processes(run_cell, cells, processes, progress, lambda outcome: outcome.stopped == "interrupted")
+    run = partial(_run_once, keep)
+    found, interrupted = in_processes(run, cells, processes, progress, lambda outcome: outcome.stopped == "interrupted")
     return [outcome for outcome in found if outcome is not None], interrupted
+
+
+# --- What is kept of an unfinished comparison ------------------------------------------------------------------------
+
+
+def kept(cells: Iterable[Cell], folder: Path) -> int:
+    """How many of the cells have their outcome in the folder already."""
+    return sum(_read_kept(cell, folder) is not None for cell in cells)
+
+
+def _run_once(folder: Path | None, cell: Cell) -> Outcome:
+    """The outcome that the folder keeps of the cell, or else of running it, which the folder then keeps."""
+    outcome = _read_kept(cell, folder) if folder is not None else None
+    if outcome is None:
+        outcome = run_cell(cell)
+        if folder is not None and outcome.stopped not in ("error", "interrupted"):
+            write_file(_kept_file(cell, folder), json.dumps(_kept_table(outcome), ensure_ascii=False), replace=True)
+    return outcome
+
+
+def cell_digest(cell: Cell) -> str:
+    """A name of a cell that changes with everything in it: cluster, constants, job, planner, judge, budget, seed, version."""
+    return sha256(f"{VERSION} {cell!r}".encode()).hexdigest()[:16]
+
+
+def _kept_file(cell: Cell, folder: Path) -> Path:
+    """Where the outcome of a cell is kept."""
+    return folder / f"{cell.planner}.{cell.seed}.{cell_digest(cell)}.json"
+
+
+def _kept_table(outcome: Outcome) -> dict[str, Any]:
+    """All of an outcome but its cell."""
+    table: dict[str, Any] = {"refusal": outcome.refusal, "history": outcome.history, "result": None}
+    if outcome.result is not None:
+        result = {name: getattr(outcome.result, name) for name in ("planner", "judged", "seconds", "stopped", "stands_in")}
+        result["plan"] = outcome.plan.to_json() if outcome.plan is not None else None
+        for name in ("cost", "infeasible"):
+            value = getattr(outcome.result, name)
+            result[name] = asdict(value) if value is not None else None
+        table["result"] = result
+    return table
+
+
+def _read_kept(cell: Cell, folder: Path) -> Outcome | None:
+    """The outcome that the folder keeps of the cell, or None where it keeps none that can be read."""
+    try:
+        table = json.loads(_kept_file(cell, folder).read_text(encoding="utf-8"))
+        result = table["result"]
+        if result is not None:
+            result["plan"] = parse_plan(result["plan"], "plan") if result["plan"] is not None else None
+            result["cost"] = Cost(**result["cost"]) if result["cost"] is not None else None
+            result["infeasible"] = Infeasible(**result["infeasible"]) if result["infeasible"] is not None else None
+            result = Result(**result)
+        return Outcome(cell, result, refusal=table["refusal"], history=tuple(map(tuple, table["history"])))
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        return None
 
 
 # --- Ranking ---------------------------------------------------------------------------------------------------------
@@ -95,7 +211,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Standing:
-    """One planner among those of a comparison on one cluster, over all its seeds."""
+    """One planner, or one published plan, among those of a comparison on one cluster, over all its seeds."""
 
     planner: str
     outcomes: tuple[Outcome, ...]
@@ -105,6 +221,11 @@ class Standing:
         """The plans it found, one for each seed that has any, with their costs."""
         pairs = ((outcome.plan, outcome.cost) for outcome in self.outcomes)
         return tuple((plan, cost) for plan, cost in pairs if plan is not None and cost is not None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether its plans were judged with their memory."""
+        return all(outcome.fits for outcome in self.outcomes)
 
     def median(self, measure: Callable[[Plan, Cost], float]) -> float:
         """The median of a measure over the plans it found; raises statistics.StatisticsError where there are none."""
@@ -125,9 +246,21 @@ def ranking(outcomes: Sequence[Outcome]) -> list[Standing]:
 
 
 def winner(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome with the fastest plan (of equals the first); None where none has a plan."""
-    feasible = [(outcome.cost.iteration_s, i) for i, outcome in enumerate(outcomes) if outcome.cost is not None]
+    """The outcome with the fastest plan that fits (of equals the first); None where none has such a plan."""
+    feasible = [(o.cost.iteration_s, i) for i, o in enumerate(outcomes) if o.cost is not None and o.fits]
     return outcomes[min(feasible)[1]] if feasible else None
+
+
+def ratio_to_best(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
+    """How many times as long the outcome's iteration takes as that of the fastest plan that fits; None without a plan.
+
+    Compared are the outcomes of the same job on the same cluster.
+    """
+    same = [o for o in outcomes if (o.cell.cluster, o.cell.job) == (outcome.cell.cluster, outcome.cell.job)]
+    best = winner(same)
+    if outcome.cost is None or best is None or best.cost is None:
+        return None
+    return outcome.cost.iteration_s / best.cost.iteration_s
 
 
 def headroom(plan: Plan, cost: Cost, cluster: Cluster) -> float:
@@ -143,6 +276,7 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
     cell, result, cost = outcome.cell, outcome.result, outcome.cost
     measures = ("iteration_s", "tokens_per_s", "mfu", "mfu_used", "hfu", "bubble", "energy_j", "dollars")
     infeasible = result.infeasible if result is not None else None
+    searched = result if outcome.searched else None
     return {
         "cluster": cell.cluster.name,
         "model": cell.job.model.name,
@@ -152,17 +286,37 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
         "planner": cell.planner,
         "judge": cell.judge,
         "seed": cell.seed,
-        "budget_s": cell.budget_s,
+        "budget_s": cell.budget_s if outcome.searched else None,
         **{name: getattr(cost, name) if cost is not None else None for name in measures},
         "memory_headroom": headroom(outcome.plan, cost, cell.cluster) if outcome.plan is not None and cost is not None else None,
-        "judged": result.judged if result is not None else None,
-        "search_s": result.seconds if result is not None else None,
-        "stopped": outcome.stopped,
+        "judged": searched.judged if searched is not None else None,
+        "search_s": searched.seconds if searched is not None else None,
+        "found_s": outcome.history[-1][0] if outcome.history else None,
+        "stopped": outcome.stopped if outcome.searched else None,
+        "stands_in": searched.stands_in if searched is not None else None,
         "infeasible": infeasible.message if infeasible is not None else None,
+        "refusal": outcome.refusal,
         "error": outcome.error,
+        "judged_as": outcome.remark,
         "plan": plan_file,
         "version": VERSION,
     }
+
+
+def history_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The flat rows of all histories: the best iteration after so many seconds of search, each time it became better."""
+    return [
+        {
+            "cluster": outcome.cell.cluster.name,
+            "model": outcome.cell.job.model.name,
+            "planner": outcome.cell.planner,
+            "seed": outcome.cell.seed,
+            "seconds": seconds,
+            "iteration_s": iteration_s,
+        }
+        for outcome in outcomes
+        for seconds, iteration_s in outcome.history
+    ]
 
 
 def rows_csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,11 +14,13 @@ from experiments.plots import (
     ParityPoint,
     plot_mfu_bars,
     plot_parity,
+    plot_plan,
     plot_timeline,
     plot_two_timelines,
     save_figure,
 )
 from sim.spec.cluster import Cluster
+from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 
@@ -28,6 +30,13 @@ def check_picture(flag: str, path: str | Path) -> None:
     if Path(path).suffix.lower().lstrip(".") not in FORMATS:
         accepted = ", ".join(f".{known}" for known in FORMATS)
         raise InputError(f"{flag}: a picture's name ends in one of {accepted}, but got {str(path)!r}")
+
+
+def draw_plan(
+    plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int], path: str | Path, title: str | None = None, replace: bool = False
+) -> Path | None:
+    """Where the earlier picture is kept now, if any and unless `replace`. Draws which GPUs hold which layers into a file."""
+    return _save(plot_plan(plan, cluster, peak_bytes, title=title)[0], path, replace)
 
 
 def draw_timeline(

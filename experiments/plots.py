@@ -1,4 +1,5 @@
-"""Pictures: the timeline of a trace, two of them on one time axis, predicted beside reported MFU, predicted over measured times.
+"""Pictures: a plan on its cluster, the timeline of a trace, two of them on one time axis, predicted beside reported MFU,
+predicted over measured times.
 
 Colours are of the Okabe-Ito palette, chosen so that they also differ in lightness: the pictures can be read in grey and by
 people who do not tell all colours apart. A plot takes records and an Axes to draw on (or makes a figure of its own), and never
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, PercentFormatter
 
 from sim.spec.cluster import Cluster
+from sim.spec.plan import Plan, Stage
 from sim.spec.reading import InputError, write_file
 from sim.spec.trace import ACTIVITIES, BACKGROUND, Span, Trace, lane_pipelines, short_devices
 
@@ -67,6 +69,166 @@ def _axes(width_inch: float, height_inch: float, rows: int = 1) -> list[Axes]:
     figure = Figure(figsize=(width_inch, height_inch), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     return list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+
+
+# --- A plan ----------------------------------------------------------------------------------------------------------
+
+
+_PIPELINE_FILLS = ((BLUE, "#FFFFFF"), (SKY, BLACK), (GREEN, "#FFFFFF"), (ORANGE, BLACK), (YELLOW, BLACK), (PURPLE, BLACK))
+"""Colours of pipelines and of what is written on them; neighbours differ in lightness. The seventh has the first's again."""
+_NEARLY_FULL = 0.95
+_MOST_ROWS_NAMED = 64
+"""GPUs have a name each in a picture of at most so many; in a larger one their nodes have."""
+
+
+def plot_plan(
+    plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int], axes: tuple[Axes, Axes] | None = None, title: str | None = None
+) -> tuple[Axes, Axes]:
+    """Two Axes with one row per GPU of the cluster: the layers that it holds, and how full its memory is at the peak.
+
+    Each pipeline has a colour; lanes are named, with the part of each of their layers that one of their GPUs holds. E is the
+    embedding, H the head. Hatched layers are recomputed: lines in full, dots selectively, as far as a stage is. The rows of GPUs
+    that the plan leaves out are grey. Without `axes`, the figure is as tall as the GPUs need. Raises InputError for devices that
+    the cluster has not.
+    """
+    rows = {device.name: i for i, device in enumerate(cluster.devices)}
+    for name in plan.devices:
+        cluster.device(name)
+    alone = axes is None
+    if axes is None:
+        height = _PLAN_MARGIN_INCH + float(np.clip(0.26 * len(rows), 1.0, 15.0))
+        figure = Figure(figsize=(12.0, height), dpi=DOTS_PER_INCH, layout="constrained")
+        FigureCanvasAgg(figure)
+        held, full = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
+    else:
+        held, full = axes
+    _style_plan_axes(held, full, plan, cluster, title)
+    roomy = _row_points(held) >= _ROOMY_POINTS
+    for p, s, r, replica in plan.replicas():
+        fill, text = _PIPELINE_FILLS[p % len(_PIPELINE_FILLS)]
+        stage, tensor = plan.pipelines[p].stages[s], len(replica.devices) // plan.context_parallel
+        hatch = _RECOMPUTE_HATCHES.get(stage.recompute) if roomy else None
+        name = f"p{p}s{s}" + (f"r{r}" if len(stage.replicas) > 1 else "")
+        for first, after in _blocks(sorted(rows[device] for device in replica.devices)):
+            for left, right in _drawn_ranges(stage, plan.transformer.layers):
+                corner, size = (left, first), (right - left, after - first)
+                held.add_patch(Rectangle(corner, *size, facecolor=fill, hatch=hatch, **_FRAMES[roomy]))
+                if roomy:
+                    held.hlines(range(first + 1, after), left, right, color="#FFFFFF", linewidth=0.3)
+                _write_lane(held, corner, size, name, f"1/{tensor}" if tensor > 1 else "", (fill, text))
+    shares = [peak_bytes.get(name, 0) / cluster.device(name).gpu.memory_bytes if name in plan.devices else 0.0 for name in rows]
+    colours = [VERMILLION if share > _NEARLY_FULL else SKY for share in shares]
+    full.barh([i + 0.5 for i in rows.values()], shares, height=0.8 if roomy else 1.0, color=colours)
+    for first, after in _blocks([i for name, i in rows.items() if name not in plan.devices]):
+        for ax in (held, full):
+            ax.axhspan(first, after, color=_LEFT_OUT, linewidth=0, zorder=0.5)
+        middle = plan.transformer.layers / 2, (first + after) / 2
+        box = {"facecolor": _LEFT_OUT, "edgecolor": "none", "pad": 1.5}
+        held.text(*middle, "not used", color="#606060", fontsize=8, ha="center", va="center", zorder=5, bbox=box)
+    if alone:
+        handles = _plan_legend(plan, shares, roomy)
+        if handles:
+            _legend_below(held, handles)
+    return held, full
+
+
+def _plan_legend(plan: Plan, shares: Sequence[float], roomy: bool) -> list[Patch]:
+    """What the hatches, the second colour of the memory and the fractions mean, as far as they occur."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    handles = [
+        Patch(facecolor="#D0D0D0", edgecolor="#FFFFFF", hatch=hatch, label=f"recomputed: {how}")
+        for how, hatch in _RECOMPUTE_HATCHES.items()
+        if roomy and any(stage.recompute == how for stage in stages)
+    ]
+    if any(share > _NEARLY_FULL for share in shares):
+        handles.append(Patch(facecolor=VERMILLION, label=f"memory more than {_NEARLY_FULL * 100:.0f} % full"))
+    if roomy and any(len(replica.devices) > plan.context_parallel for stage in stages for replica in stage.replicas):
+        handles.append(Patch(facecolor="none", label="1/2: the part of each of its layers that a GPU holds"))
+    return handles
+
+
+_PLAN_MARGIN_INCH = 1.6
+_ROOMY_POINTS = 5.0
+"""Thinner rows have no frames and hatches, which would be all that is seen of them."""
+_FRAMES: dict[bool, dict[str, Any]] = {
+    True: {"edgecolor": "#FFFFFF", "linewidth": 1.4},
+    False: {"edgecolor": "none", "linewidth": 0.0},
+}
+_LEFT_OUT = "#ECECEC"
+_RECOMPUTE_HATCHES = {"full": "//", "selective": ".."}
+
+
+def _drawn_ranges(stage: Stage, layers: int) -> list[tuple[float, float]]:
+    """From where to where a stage's layers are drawn: the embedding is left of 0, the head right of the last layer."""
+    return [(start - (start == 0), stop + (stop == layers)) for start, stop in stage.layers]
+
+
+def _row_points(ax: Axes) -> float:
+    """About how tall a row of a plan's picture is, in points."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return 72 * (figure.get_figheight() - _PLAN_MARGIN_INCH) / ax.get_ylim()[0]
+
+
+def _blocks(places: Sequence[int]) -> list[tuple[int, int]]:
+    """The first row and the one after the last of each run of rows that follow one another."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
+    return found
+
+
+def _write_lane(
+    ax: Axes, corner: tuple[float, float], size: tuple[float, float], name: str, part: str, colours: tuple[str, str]
+) -> None:
+    """The lane's name in one of its blocks, and what part of its layers a GPU holds, as far as there is room."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    low, high = ax.get_xlim()
+    width = 72 * figure.get_figwidth() * 0.62 * size[0] / (high - low)  # the labels leave about so much of the figure
+    points = float(np.clip(_row_points(ax) * size[1] * 0.7, 0, 9))
+    text = next((text for text in (f"{name}  {part}".rstrip(), name) if 0.65 * points * len(text) <= width), None)
+    if points >= 5 and text is not None:
+        box = {"facecolor": colours[0], "edgecolor": "none", "pad": 0.8}
+        style: dict[str, Any] = {"color": colours[1], "fontsize": points, "ha": "center", "va": "center", "zorder": 5}
+        ax.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, bbox=box, **style)
+
+
+def _style_plan_axes(held: Axes, full: Axes, plan: Plan, cluster: Cluster, title: str | None) -> None:
+    """Rows' labels, lines between nodes, and both x axes."""
+    layers, count = plan.transformer.layers, len(cluster.devices)
+    held.set_xlim(-1, layers + 1)
+    held.set_ylim(count, 0)
+    step = next(step for step in (1, 2, 4, 5, 10, 20, 25, 50, 100) if layers / step <= 20 or step == 100)
+    ticks = [tick for tick in range(0, layers, step) if layers <= 40 or step / 2 < tick < layers - step / 2]  # clear of E and H
+    held.set_xticks([-0.5, *[tick + 0.5 for tick in ticks], layers + 0.5], ["E", *map(str, ticks), "H"])
+    held.set_xlabel("layers that the GPU holds (E embedding, H head)")
+    firsts = [i for i, device in enumerate(cluster.devices) if device.index == 0]
+    if count <= _MOST_ROWS_NAMED:
+        labels = [f"{device.gpu.name}  {device.name}" if device.index == 0 else device.name for device in cluster.devices]
+        held.set_yticks([i + 0.5 for i in range(count)], labels, fontsize=8)
+    else:
+        middles = [first + node.gpus / 2 for first, node in zip(firsts, cluster.nodes, strict=True)]
+        labels = [f"{node.name}  {node.gpus}x {node.gpu.name}" for node in cluster.nodes]
+        held.set_yticks(middles, labels, fontsize=float(np.clip(700 / len(labels), 4.0, 8.0)))
+    for ax in (held, full):
+        ax.tick_params(axis="y", length=0)
+        for first in firsts[1:]:
+            ax.axhline(first, color="#606060", linewidth=0.8 if len(firsts) <= _MOST_ROWS_NAMED else 0.3, zorder=4)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    full.set_xlim(0, 1)
+    full.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    full.set_xticks([0, 0.5, 1])
+    full.set_xlabel("peak of its memory")
+    full.grid(True, axis="x", color="#E4E4E4", linewidth=0.8)
+    full.set_axisbelow(True)
+    full.tick_params(axis="y", labelleft=False)
+    if title:
+        held.set_title(title, loc="left", fontsize=11)
 
 
 # --- The timeline ----------------------------------------------------------------------------------------------------

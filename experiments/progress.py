@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ from partition.search import Search
 
 PATIENCE_S = 2.0
 """How long work may take before its progress is shown."""
+
+REFRESH_S = 0.1
+"""A search may judge thousands of plans a second, and tells of its progress so often at most."""
 
 
 @contextmanager
@@ -34,17 +38,25 @@ def _shown_after_patience(progress: Progress) -> Iterator[None]:
 
 
 class SearchProgress:
-    """What `partition.search` tells of its progress: the best so far, plans judged per second, elapsed time and budget."""
+    """What `partition.search` tells of its progress: the best so far, plans judged per second, elapsed time and budget.
+
+    It has a clock of its own, for that of a search begins anew with every part of the cluster.
+    """
 
     def __init__(self, progress: Progress, budget_s: float) -> None:
         self._progress, self._budget_s = progress, budget_s
+        self._began, self._shown = time.perf_counter(), float("-inf")
         self._task = progress.add_task("searching", total=budget_s, best="no feasible plan yet", rate="")
 
     def __call__(self, search: Search) -> None:
         """Nothing; shows where the search stands."""
+        now = time.perf_counter()
+        if now - self._shown < REFRESH_S:
+            return
+        self._shown, elapsed_s = now, now - self._began
         best = f"best {search.best[1].iteration_s:.4g} s" if search.best else "no feasible plan yet"
-        rate = f"{search.judged} plans judged, {search.judged / max(search.elapsed_s, 1e-9):.3g}/s"
-        self._progress.update(self._task, completed=min(search.elapsed_s, self._budget_s), best=best, rate=rate)
+        rate = f"{search.judged:,} plans judged, {search.judged / max(elapsed_s, 1e-9):.3g}/s"
+        self._progress.update(self._task, completed=min(elapsed_s, self._budget_s), best=best, rate=rate)
 
 
 @contextmanager

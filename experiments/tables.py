@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -12,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.agreement import MEMORY, TIME, FitCheck, fit_summary, summary
-from experiments.comparison import Standing, headroom
+from experiments.alternatives import Alternative
 from experiments.measured import RunReport
+from partition.objective import Outlay
 from partition.search import Result
 from sim.metrics import Report
 from sim.spec.cluster import Cluster
@@ -135,9 +135,10 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
     return f"one {origin} iteration of {seconds(report.iteration_s)}{remark}, MFU {per_cent(report.mfu, 1)}"
 
 
-def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None) -> Group:
+def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None, headroom: bool = False) -> Group:
     """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
 
+    With `headroom` (and peaks), also the share of that device's memory that is left.
     Pipelines of several stages are parted by blank lines; the micro-batches stand in each one's first row. Of a plan with
     more than MOST_LANES lanes, pipelines that differ only in their devices' names are shown once. Raises InputError for
     devices the cluster has not.
@@ -150,12 +151,14 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
     for heading in ("layers", "recom-\npute"):
         table.add_column(heading, no_wrap=True)
     table.add_column("peak GiB\nof memory", justify="right", no_wrap=True)
+    if headroom:
+        table.add_column("left\n%", justify="right", no_wrap=True)
     lanes = sum(1 for _ in plan.replicas())
     groups: dict[object, list[int]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         groups.setdefault(_form(pipeline, cluster) if lanes > MOST_LANES else p, []).append(p)
     for members in groups.values():
-        _add_pipeline(table, plan, cluster, members, peak_bytes)
+        _add_pipeline(table, plan, cluster, members, peak_bytes, headroom)
     return _titled(plan_title(plan), table)
 
 
@@ -172,7 +175,7 @@ def _form(pipeline: Pipeline, cluster: Cluster) -> object:
 
 
 def _add_pipeline(
-    table: Table, plan: Plan, cluster: Cluster, members: Sequence[int], peak_bytes: Mapping[str, int] | None
+    table: Table, plan: Plan, cluster: Cluster, members: Sequence[int], peak_bytes: Mapping[str, int] | None, headroom: bool
 ) -> None:
     """Adds the rows of pipelines that are alike, with the devices of the first."""
     first = members[0]
@@ -191,7 +194,7 @@ def _add_pipeline(
                 _kinds(replica.devices, cluster) + share,
                 _layers(stage),
                 _recompute(stage),
-                _memory([name for devices in others for name in devices], cluster, peak_bytes),
+                *_memory([name for devices in others for name in devices], cluster, peak_bytes, headroom),
             )
             batches = ""
     if len(pipeline.stages) > 1:
@@ -217,15 +220,16 @@ def _recompute(stage: Stage) -> str:
     return f"{stage.recompute} {stage.recompute_layers}/{stage.layer_count}"
 
 
-def _memory(devices: Sequence[str], cluster: Cluster, peak_bytes: Mapping[str, int] | None) -> Text:
-    """Peak and capacity of the fullest device."""
+def _memory(devices: Sequence[str], cluster: Cluster, peak_bytes: Mapping[str, int] | None, headroom: bool) -> list[Text]:
+    """Peak and capacity of the fullest device (without peaks the least capacity alone); if asked, what is left in per cent."""
     capacities = {name: cluster.device(name).gpu.memory_bytes for name in devices}
     if peak_bytes is None:
-        return Text(f"{min(capacities.values()) / GIB:.1f}")
+        return [Text(f"{min(capacities.values()) / GIB:.1f}")]
     fullest = max(devices, key=lambda name: peak_bytes[name] / capacities[name])
     peak, capacity = peak_bytes[fullest], capacities[fullest]
     style = "red" if peak > capacity else "yellow" if peak > NEARLY_FULL * capacity else ""
-    return Text(f"{peak / GIB:.1f}/{capacity / GIB:.1f}", style=style)
+    shown = [Text(f"{peak / GIB:.1f}/{capacity / GIB:.1f}", style=style)]
+    return [*shown, Text(f"{(1 - peak / capacity) * 100:.0f}", style=style)] if headroom else shown
 
 
 # --- Measures --------------------------------------------------------------------------------------------------------
@@ -240,8 +244,95 @@ def report_table(report: Report, plan: Plan, cluster: Cluster) -> Table:
     table.add_row("MFU", per_cent(report.mfu), "HFU (counts recomputation)", per_cent(report.hfu))
     used = f"MFU of the {len(plan.devices)} GPUs used, of {len(cluster.devices)}"
     table.add_row("bubble", per_cent(report.bubble), used, per_cent(report.mfu_used))
-    table.add_row("energy", energy(report.energy_j), "cost of an iteration", money(report.dollars))
+    spent = f"cost of an iteration, all {len(cluster.devices)} GPUs"
+    table.add_row("energy", energy(report.energy_j), spent, money(report.dollars))
     return table
+
+
+# --- A search --------------------------------------------------------------------------------------------------------
+
+
+def outlay_line(outlay: Outlay, plan: Plan) -> str:
+    """What training takes in money and energy, of the GPUs that the plan uses alone."""
+    who, joules = f"the {len(plan.devices)} GPUs used", f"{outlay.joules_per_token:.3g} J per token"
+    if outlay.dollars_per_hour is None:
+        return f"{who} take {joules}; not all GPUs here have a price"
+    rent = f"{money(outlay.dollars_per_hour)} per hour, {money(outlay.dollars_per_billion_tokens)} per billion tokens"
+    return f"{who} rent for {rent}, and take {joules}"
+
+
+def bound_line(iteration_s: float, bound_s: float | None, split: Mapping[str, float] | None = None) -> str | None:
+    """How far the plan is from the best possible at most; None where no bound is known.
+
+    `split` is what the gap is made of, as fractions of the iteration that sum to it.
+    """
+    if bound_s is None:
+        return None
+    parts = ", ".join(f"{name} {per_cent(part, 1)}" for name, part in (split or {}).items())
+    gap = per_cent(1 - bound_s / iteration_s, 1)
+    return f"no plan on all GPUs takes less than {seconds(bound_s)}: the gap is {gap} of the iteration" + (
+        f" ({parts})" if parts else ""
+    )
+
+
+def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative], cluster: Cluster) -> Group:
+    """One row for the plan, and one for each of the best plans of other shapes, with what each loses most by."""
+    table = _table()
+    for heading in ("pipe-\nlines", "stages", "tensor"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("GPUs", overflow="fold")
+    for heading in ("iteration", "compared", "$/billion\ntokens", "J/token"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("loses most by", overflow="fold")
+    rows = [(best, outlay, "this plan", "")]
+    for other in others:
+        why = "nothing, as simulated" if other.cause is None else other.cause
+        if other.cause_s is not None:
+            why += f", {seconds(other.cause_s)} more"
+        rows.append((other.plan, other.outlay, _difference(outlay.iteration_s, other.outlay.iteration_s), why))
+    for plan, took, compared, why in rows:
+        table.add_row(
+            str(len(plan.pipelines)),
+            _span([len(pipeline.stages) for pipeline in plan.pipelines]),
+            _span([len(replica.devices) for _, _, _, replica in plan.replicas()]),
+            _kinds(plan.devices, cluster),
+            seconds(took.iteration_s),
+            compared,
+            _dollars(took.dollars_per_billion_tokens, 0),
+            f"{took.joules_per_token:.3g}",
+            why,
+        )
+    return _titled("The best plans of other shapes that were judged", table)
+
+
+def front_table(plans: Sequence[tuple[Plan, Outlay]], cluster: Cluster, most: int = 10) -> Group:
+    """One row for each plan that no other one dominates in time, dollars and energy; of many, some from all along the front."""
+    table = _table()
+    table.add_column("GPUs", overflow="fold")
+    for heading in ("iteration", "tokens/s", "$/hour", "$/billion\ntokens", "J/token"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    count = min(most, len(plans))
+    chosen = sorted({round(i * (len(plans) - 1) / max(count - 1, 1)) for i in range(count)})
+    for plan, outlay in (plans[i] for i in chosen):
+        table.add_row(
+            _kinds(plan.devices, cluster),
+            seconds(outlay.iteration_s),
+            _tokens(outlay.tokens_per_s),
+            _dollars(outlay.dollars_per_hour, 2),
+            _dollars(outlay.dollars_per_billion_tokens, 0),
+            f"{outlay.joules_per_token:.3g}",
+        )
+    some = "" if count == len(plans) else f" ({count} of {len(plans)})"
+    return _titled(f"Plans that no other one beats in time, dollars and energy{some}", table)
+
+
+def _dollars(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _span(values: Sequence[int]) -> str:
+    """The least and the largest of some numbers."""
+    return f"{min(values)}" if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 # --- A run -----------------------------------------------------------------------------------------------------------
@@ -285,48 +376,6 @@ def _difference(measured: float | None, simulated: float | None) -> str:
     if not measured or simulated is None:
         return "-"
     return f"{(simulated - measured) / measured * 100:+.1f} %"
-
-
-# --- Planners side by side -------------------------------------------------------------------------------------------
-
-
-def ranking_table(title: str, standings: Sequence[Standing]) -> Group:
-    """One row per planner, the fastest first. Over several seeds: medians, and the range of the iteration."""
-    table = _table()
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("planner", no_wrap=True)
-    for heading in ("iteration\ns", "tokens/s", "MFU\n%", "memory\nleft %", "plans\njudged", "search\ns"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("stopped", overflow="fold")
-    for rank, standing in enumerate(standings, 1):
-        _add_standing(table, rank, standing)
-    return _titled(title, table)
-
-
-def _add_standing(table: Table, rank: int, standing: Standing) -> None:
-    """Adds the row of one planner."""
-    results = [outcome.result for outcome in standing.outcomes if outcome.result is not None]
-    judged = f"{median(result.judged for result in results):,.0f}" if results else "-"
-    searched = f"{median(result.seconds for result in results):.1f}" if results else "-"
-    stopped = ", ".join(dict.fromkeys(outcome.stopped for outcome in standing.outcomes))
-    if not standing.found:
-        table.add_row("-", standing.planner, "no plan", "-", "-", "-", judged, searched, stopped)
-        return
-    if len(standing.found) < len(standing.outcomes):
-        stopped += f"; no plan for {len(standing.outcomes) - len(standing.found)} of {len(standing.outcomes)} seeds"
-    cluster = standing.outcomes[0].cell.cluster
-    times = sorted(cost.iteration_s for _, cost in standing.found)
-    table.add_row(
-        str(rank),
-        standing.planner,
-        f"{median(times):.4g}" + (f"\n{times[0]:.4g}-{times[-1]:.4g}" if times[0] < times[-1] else ""),
-        f"{standing.median(lambda _, cost: cost.tokens_per_s):,.0f}",
-        f"{standing.median(lambda _, cost: cost.mfu) * 100:.2f}",
-        f"{standing.median(lambda plan, cost: headroom(plan, cost, cluster)) * 100:.0f}",
-        judged,
-        searched,
-        stopped,
-    )
 
 
 # --- Predicted beside reported ---------------------------------------------------------------------------------------

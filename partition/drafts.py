@@ -71,12 +71,13 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
 
 
 def simulation_work(draft: Draft) -> int:
-    """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, and more between nodes."""
+    """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, more between nodes."""
     total = 0
     for pipeline in draft:
         nodes = [part.devices[0].rpartition("/")[0] for part in pipeline.stages]
         crossings = sum(a != b for a, b in pairwise(nodes))
-        total += pipeline.micro_batches * (6 * len(nodes) + CROSSING_WORK * crossings)
+        replicas = max(len(part.replicas) for part in pipeline.stages)
+        total += pipeline.micro_batches * (6 * len(nodes) + CROSSING_WORK * crossings) * replicas
     return total
 
 

@@ -3,17 +3,22 @@
 A planner is one function. It makes plans, in an order that depends on its seed alone, and has each judged by
 `Search.consider`, which keeps the best and ends the planner when its budget is spent. See `partition.planners.random` for
 the simplest one.
+
+A planner makes fast plans for the cluster that it is given. Where GPUs cost something (`partition.objective`), it is given
+parts of the cluster too, one after the other, and which GPUs to use at all is answered by what was judged on all of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from partition.objective import Ledger, Missed, Objective, Outlay, dominates, pools
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -23,16 +28,33 @@ from sim.spec.reading import InputError, nearest
 
 DEFAULT_BUDGET_S = 30.0
 
+MOST_SHAPES = 8
+"""So many plans of different shapes are kept: the best one, and what it is compared with."""
+
+MOST_VERDICTS = 50_000
+"""So many verdicts are remembered, for plans that are considered again."""
+
 
 class BudgetSpent(Exception):
     """Ends a planner whose budget is spent. Planners let it pass."""
 
 
+class _Kept(NamedTuple):
+    """A plan that was judged, with its place in the order of the objective."""
+
+    rank: tuple[float, float, float]
+    plan: Plan
+    cost: Cost
+    outlay: Outlay
+
+
 @dataclass
 class Search:
-    """One search of one planner: its inputs, the best plan so far, and the clock.
+    """One search of one planner: its inputs, what was found so far, and the clock.
 
-    `judged` counts the plans that a verdict was asked for; `closest` is the infeasible plan that lacks the fewest bytes.
+    `judged` counts the plans that a verdict was asked for; `best` is the first by the objective of those that keep its
+    constraints; `closest` is the infeasible plan that lacks the fewest bytes, `missed` what the feasible one that came closest
+    to the constraints misses.
     """
 
     cluster: Cluster
@@ -44,18 +66,26 @@ class Search:
     best: tuple[Plan, Cost] | None = None
     closest: tuple[Plan, Infeasible] | None = None
     judged: int = 0
+    objective: Objective = field(default_factory=Objective)
+    missed: Missed | None = None
     rng: np.random.Generator = field(init=False)
     _verdicts: dict[Plan, Verdict] = field(init=False, default_factory=dict, repr=False)
+    _front: list[_Kept] = field(init=False, default_factory=list, repr=False)
+    _shapes: dict[Shape, _Kept] = field(init=False, default_factory=dict, repr=False)
     _began: float = field(init=False, default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
             raise InputError(f"the budget is above zero seconds, but got {self.budget_s:g}")
+        self.objective.check(self.cluster)
         self.rng = np.random.default_rng(self.seed)
+        self._kinds = {device.name: device.gpu.name for device in self.cluster.devices}
+        self._ledger = Ledger(self.cluster)
+        self._best_rank = (float("inf"),) * 3
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the search began."""
+        """Seconds since the search, or its work on this part of the cluster, began."""
         return time.perf_counter() - self._began
 
     @property
@@ -68,33 +98,98 @@ class Search:
         if self.spent:
             raise BudgetSpent
 
+    def narrow(self, part: Cluster, budget_s: float) -> None:
+        """Nothing; the search goes on with a part of its cluster, within a budget that begins now."""
+        self.cluster, self.budget_s, self._began = part, budget_s, time.perf_counter()
+
     def consider(self, plan: Plan) -> Verdict:
-        """The judge's verdict on a plan, which becomes the best one if it is faster. Raises BudgetSpent after the budget."""
+        """The judge's verdict on a plan, which becomes the best one if it is better. Raises BudgetSpent after the budget."""
         self.check_budget()
         if plan in self._verdicts:
             return self._verdicts[plan]
-        verdict = self._verdicts[plan] = self.judge(plan)
+        verdict = self.judge(plan)
+        if len(self._verdicts) >= MOST_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+        self._verdicts[plan] = verdict
         self.judged += 1
         if isinstance(verdict, Cost):
-            if self.best is None or verdict.iteration_s < self.best[1].iteration_s:
-                self.best = (plan, verdict)
-        elif self.closest is None or _lacking(verdict) < _lacking(self.closest[1]):
-            self.closest = (plan, verdict)
+            self._keep(plan, verdict)
+        else:
+            self.reject(plan, verdict)
         if self.progress is not None:
             self.progress(self)
         return verdict
 
     def reject(self, plan: Plan, reason: Infeasible) -> None:
         """Notes that the planner itself found a plan infeasible, so that an answer without plan can say what lacked."""
-        if self.closest is None or _lacking(reason) < _lacking(self.closest[1]):
+        if self.closest is None or lacking_bytes(reason) < lacking_bytes(self.closest[1]):
             self.closest = (plan, reason)
 
+    def _keep(self, plan: Plan, cost: Cost) -> None:
+        """Notes a feasible plan: as the best, on the front, as the best of its shape, or as one that misses a constraint."""
+        outlay = self._ledger.outlay(plan, cost)
+        missed = self.objective.missed(outlay)
+        if missed is not None:
+            if self.missed is None or missed.factor < self.missed.factor:
+                self.missed = missed
+            return
+        kept = _Kept(self.objective.rank(outlay), plan, cost, outlay)
+        if self.best is None or kept.rank < self._best_rank:
+            self.best, self._best_rank = (plan, cost), kept.rank
+        if not any(dominates(other.outlay, outlay) or other.outlay.axes() == outlay.axes() for other in self._front):
+            self._front = [other for other in self._front if not dominates(outlay, other.outlay)]
+            self._front.append(kept)
+        if len(self._shapes) < MOST_SHAPES or kept.rank < max(other.rank for other in self._shapes.values()):
+            self._keep_shape(kept)
 
-def _lacking(reason: Infeasible) -> float:
+    def _keep_shape(self, kept: _Kept) -> None:
+        """Notes a plan that may be the best of its shape, and forgets the worst of too many."""
+        shape = shape_of(kept.plan, self._kinds)
+        if shape not in self._shapes or kept.rank < self._shapes[shape].rank:
+            self._shapes[shape] = kept
+        if len(self._shapes) > MOST_SHAPES:
+            del self._shapes[max(self._shapes, key=lambda shape: self._shapes[shape].rank)]
+
+    @property
+    def front(self) -> tuple[tuple[Plan, Cost], ...]:
+        """The plans that no other one dominates in time, dollars and energy, the fastest first; all keep the constraints."""
+        return tuple((kept.plan, kept.cost) for kept in sorted(self._front, key=lambda kept: kept.outlay.axes()))
+
+    @property
+    def others(self) -> tuple[tuple[Plan, Cost], ...]:
+        """The best plans of other shapes than the best plan's, the best first."""
+        if self.best is None:
+            return ()
+        own = shape_of(self.best[0], self._kinds)
+        found = [kept for shape, kept in self._shapes.items() if shape != own]
+        return tuple((kept.plan, kept.cost) for kept in sorted(found, key=lambda kept: kept.rank))
+
+
+def lacking_bytes(reason: Infeasible) -> float:
     """Bytes that are missing; infinite where memory is not the reason."""
     if reason.need_bytes is None or reason.have_bytes is None:
         return float("inf")
     return reason.need_bytes - reason.have_bytes
+
+
+Shape: TypeAlias = frozenset[tuple[object, int]]
+"""Pipelines that are alike, and how many of them there are."""
+
+
+def shape_of(plan: Plan, kinds: Mapping[str, str]) -> Shape:
+    """What plans of one shape have in common: how many pipelines there are of which stages, in GPUs of which kinds.
+
+    Cuts, micro-batches, recomputation, and which of the GPUs of a kind a stage has, are not of the shape. `kinds` has the kind of
+    every device.
+    """
+    pipelines: Counter[object] = Counter()
+    for pipeline in plan.pipelines:
+        stages = []
+        for stage in pipeline.stages:
+            groups = [[kinds[name] for name in replica.devices] for replica in stage.replicas]
+            stages.append(tuple([(len(group), tuple(sorted(set(group)))) for group in groups]))
+        pipelines[tuple(stages)] += 1
+    return frozenset(pipelines.items())
 
 
 @dataclass(frozen=True)
@@ -109,6 +204,12 @@ class Result:
     seconds: float
     stopped: str
     """"finished", "budget" or "interrupted". Only "finished" is the same on every machine."""
+    front: tuple[tuple[Plan, Cost], ...] = ()
+    """The plans that no other plan of this search dominates in time, dollars and energy, the fastest first."""
+    others: tuple[tuple[Plan, Cost], ...] = ()
+    """The best plans of other shapes, the best first."""
+    stands_in: bool = False
+    """Whether the planner found no plan within its budget, and this is the best symmetric one in its place."""
 
 
 Planner: TypeAlias = Callable[[Search], None]
@@ -144,25 +245,87 @@ def plan(
     budget_s: float = DEFAULT_BUDGET_S,
     seed: int = 0,
     progress: Callable[[Search], None] | None = None,
+    objective: Objective | str = "throughput",
 ) -> Result:
     """The best plan that a planner found for a job on a cluster within its budget, judged by simulation unless told otherwise.
 
-    An interrupt (Ctrl-C) ends the search with the best plan so far. Raises InputError for an unknown planner.
+    An interrupt (Ctrl-C) ends the search with the best plan so far. Where the budget ends before any plan was found, the best
+    symmetric plan stands in. Raises InputError for an unknown planner or objective, and for dollars without prices.
     """
     run = planner_named(planner)
-    search = Search(cluster, job, judge or simulation(cluster, job, seed), seed, budget_s, progress)
-    stopped = "finished"
+    aim = Objective(objective) if isinstance(objective, str) else objective
+    began = time.perf_counter()
+    search = Search(cluster, job, judge or simulation(cluster, job, seed), seed, budget_s, progress, objective=aim)
+    stopped, stands_in = "finished", False
     try:
-        run(search)
-    except BudgetSpent:
-        stopped = "budget"
+        if _on_parts(search, run, budget_s):
+            stopped = "budget"
+            if search.best is None:
+                stands_in = _stand_in(search)
     except KeyboardInterrupt:
         stopped = "interrupted"
+    seconds = time.perf_counter() - began
     best, cost = search.best or (None, None)
-    reason = None
-    if best is None:
-        reason = search.closest[1] if search.closest is not None else _nothing_tried(planner, stopped, budget_s)
-    return Result(planner, best, cost, reason, search.judged, search.elapsed_s, stopped)
+    reason = None if best is not None else _why_not(search, planner, stopped, budget_s)
+    return Result(planner, best, cost, reason, search.judged, seconds, stopped, search.front, search.others, stands_in)
+
+
+def _on_parts(search: Search, run: Planner, budget_s: float) -> bool:
+    """Whether the budget ended the planner on some part of the cluster. Each has its share of what is left of the budget.
+
+    Raises the planner's InputError where it refuses every part.
+    """
+    began, whole, cut = time.perf_counter(), search.cluster, False
+    refusal: InputError | None = None
+    parts, taken = pools(whole, search.job, search.objective), 0
+    try:
+        for i, part in enumerate(parts):
+            left_s = budget_s - (time.perf_counter() - began)
+            if left_s <= 0:
+                cut = True
+                break
+            search.narrow(part, left_s / (len(parts) - i))  # what the small ones leave, the large ones have
+            try:
+                run(search)
+                taken += 1
+            except BudgetSpent:
+                taken, cut = taken + 1, True
+            except InputError as error:
+                refusal = refusal or error
+    finally:
+        search.narrow(whole, budget_s)
+    if refusal is not None and not taken:
+        raise refusal
+    return cut
+
+
+def _stand_in(search: Search) -> bool:
+    """Whether the best symmetric plan was found and keeps the constraints; the search has had it judged."""
+    from partition.symmetric import best_symmetric  # it is a user of this module
+
+    found = best_symmetric(search)
+    if found is not None:
+        search.narrow(search.cluster, float("inf"))
+        search.consider(found)
+    return search.best is not None
+
+
+def _why_not(search: Search, planner: str, stopped: str, budget_s: float) -> Infeasible:
+    """Why a search ends without a plan: the constraint that was missed by least, or what the least hungry plan lacks."""
+    from partition.shortage import shortage  # it is a user of this module
+
+    objective, missed = search.objective, search.missed
+    if missed is not None:
+        message = f"of the plans that run, the one closest to the constraints has {missed.reached}, but asked for is "
+        return Infeasible(None, "devices", None, None, message + missed.asked)
+    if not pools(search.cluster, search.job, objective):
+        cheapest = min(search.cluster.nodes, key=lambda node: node.gpu.dollars_per_hour or 0.0).gpu
+        message = f"no GPU rents for at most ${objective.max_dollars_per_hour:,.2f} per hour: the cheapest, {cheapest.name}, "
+        return Infeasible(None, "devices", None, None, message + f"takes ${cheapest.dollars_per_hour:,.2f}")
+    closest = search.closest[1] if search.closest is not None else None
+    if stopped != "interrupted" and (closest is None or closest.reason == "memory"):
+        closest = shortage(search.cluster, search.job, closest) or closest
+    return closest or _nothing_tried(planner, stopped, budget_s)
 
 
 def _nothing_tried(planner: str, stopped: str, budget_s: float) -> Infeasible:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +24,14 @@ from experiments.commands.options import (
     read_job,
     whole_number,
 )
-from experiments.comparison import Cell, Outcome, ranking, row, rows_csv, rows_json
+from experiments.comparison import Cell, Outcome, history_rows, kept, ranking, ratio_to_best, row, rows_csv, rows_json
 from experiments.comparison import compare as run_comparison
 from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import Outputs, check_folder, outputs
+from experiments.peers import judge_peer, peers_on
 from experiments.progress import count_progress
-from experiments.tables import ranking_table
+from experiments.standings import standings_table
 from partition import PLANNERS
 from partition.search import planner_named
 from sim.spec.cluster import Cluster
@@ -60,7 +62,13 @@ SeedCount = Annotated[
     ),
 ]
 Folder = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Write all plans and results.csv there.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Write all plans, tables and a picture there. What is killed continues there when it is run again.",
+        show_default=False,
+    ),
 ]
 RowsFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; '-' is standard output.", show_default=False)
@@ -77,10 +85,17 @@ Processes = Annotated[
 ]
 
 
+TABLES, PICTURE = ("results.csv", "history.csv"), "quality.png"
+"""What --out holds besides the plans."""
+
+UNFINISHED = "unfinished"
+"""The folder below --out that keeps what is known until all of it is."""
+
+
 def compare(
     clusters: ClusterFiles,
-    model: ModelName,
-    global_batch: GlobalBatch,
+    model: ModelName = "llama-2-7b",
+    global_batch: GlobalBatch = 256,
     more_clusters: MoreClusterFiles = None,
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
@@ -97,8 +112,12 @@ def compare(
     """Rank planners by the plans they find in the same time.
 
     Prints a table per cluster, the fastest plan's planner first; over
-    several seeds, medians. --out writes CLUSTER.PLANNER.SEED.json for every
-    plan, and results.csv. Exit code 1: a cluster has no feasible plan.
+    several seeds, medians. Published plans for the same cluster and job
+    stand in it, too. --out writes CLUSTER.PLANNER.SEED.json for every plan,
+    results.csv, history.csv (the best iteration over the seconds of each
+    search) and quality.png, which shows that; if the comparison is killed,
+    the same command continues it. Exit code 1: a cluster has no feasible
+    plan.
 
     Example:
 
@@ -123,22 +142,30 @@ def compare(
     files.spare(behind)
     cells = [Cell(place, job, name, judge, limit_s, number) for place in places for name in names for number in chosen]
     if out is not None:
-        written = dict.fromkeys(["results.csv", *map(plan_file_name, cells)])
+        written = dict.fromkeys([*TABLES, PICTURE, *map(plan_file_name, cells)])
         outputs({f"--out ({name})": out / name for name in written}, inputs=[*paths, *behind])
+    keep = out / UNFINISHED if out is not None else None
+    earlier = kept(cells, keep) if keep is not None else 0
+    if earlier:
+        files.say(f"continues in {out}: {earlier} of {len(cells)} searches were finished before\n")
     with count_progress(f"{len(cells)} searches of {limit_s:g} s at most", len(cells)) as progress:
-        outcomes, interrupted = run_comparison(cells, processes, progress)
+        searched, interrupted = run_comparison(cells, processes, progress, keep)
+    published = [judge_peer(peer, place, judge, chosen[0]) for place in places for peer in peers_on(place, job)]
+    outcomes = [*searched, *(outcome for outcome in published if outcome.cell.cluster in {o.cell.cluster for o in searched})]
     write_results(outcomes, out, files)
+    if keep is not None and not interrupted:
+        shutil.rmtree(keep, ignore_errors=True)
     for place in places:
         own = [outcome for outcome in outcomes if outcome.cell.cluster == place]
         if own:
             show_ranking(place, job, own, files)
     files.finish()
     if interrupted:
-        tell_error(f"interrupted: {len(outcomes)} of {len(cells)} searches were begun")
+        tell_error(f"interrupted: {len(searched)} of {len(cells)} searches were begun")
         raise typer.Exit(INTERRUPTED)
     if any(outcome.error is not None for outcome in outcomes):
         raise typer.Exit(FAILED)
-    without = [place.name for place in places if not any(o.plan for o in outcomes if o.cell.cluster == place)]
+    without = [place.name for place in places if not any(o.plan for o in searched if o.cell.cluster == place)]
     if without:
         tell_error(f"no feasible plan for {', '.join(without)}")
         raise typer.Exit(NO_ANSWER)
@@ -166,25 +193,38 @@ def _checked(more_clusters: Sequence[Path]) -> Sequence[Path]:
 
 def plan_file_name(cell: Cell) -> str:
     """The name of the file of a cell's plan."""
-    return f"{cell.cluster.name}.{cell.planner}.{cell.seed}.json"
+    return f"{cell.cluster.name}.{cell.planner.replace(', ', '-')}.{cell.seed}.json"
 
 
 def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outputs) -> None:
-    """Nothing; writes every plan and results.csv into the folder, if one is given, and the rows to --json."""
+    """Nothing; writes every plan, the tables and the picture into the folder, if one is given, and the rows to --json."""
     rows = []
     for outcome in outcomes:
         name = plan_file_name(outcome.cell)
         written = folder is not None and outcome.plan is not None
         if folder is not None and outcome.plan is not None:
-            kept = write_file(folder / name, outcome.plan.to_json())
-            if kept is not None:
-                files.tell(folder / name, kept)
-        rows.append(row(outcome, name if written else None))
+            before = write_file(folder / name, outcome.plan.to_json())
+            if before is not None:
+                files.tell(folder / name, before)
+        rows.append({**row(outcome, name if written else None), "ratio_to_best": ratio_to_best(outcome, outcomes)})
     if folder is not None:
-        files.tell(folder / "results.csv", write_file(folder / "results.csv", rows_csv(rows)))
+        for name, table in zip(TABLES, (rows, history_rows(outcomes)), strict=True):
+            files.tell(folder / name, write_file(folder / name, rows_csv(table)))
+        if any(outcome.plan is not None for outcome in outcomes):
+            files.tell(folder / PICTURE, _draw(outcomes, folder / PICTURE))
         plans = sum(outcome.plan is not None for outcome in outcomes)
         files.tell(f"{plans} plans into {folder}", None)
     files.write("--json", rows_json(rows))
+
+
+def _draw(outcomes: Sequence[Outcome], path: Path) -> Path | None:
+    """Where the earlier picture is kept now, if any. Draws a panel for every cluster that has a plan."""
+    from experiments.curves import draw_quality, panel  # imports matplotlib, which only --out needs
+
+    job = outcomes[0].cell.job
+    places = dict.fromkeys(outcome.cell.cluster for outcome in outcomes if outcome.plan is not None)
+    panels = [panel(place.name, [o for o in outcomes if o.cell.cluster == place]) for place in places]
+    return draw_quality(panels, path, f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}")
 
 
 def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files: Outputs) -> None:
@@ -194,10 +234,11 @@ def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files:
     if seeds > 1:
         title += f"; medians of {seeds} seeds, and the range of iterations"
     standings = ranking(outcomes)
-    files.console.print(ranking_table(title, standings))
+    files.console.print(standings_table(title, standings))
     for standing in standings:
         reasons = [outcome.why_not for outcome in standing.outcomes if outcome.why_not is not None]
         if reasons:
-            failed = any(outcome.error is not None for outcome in standing.outcomes)
-            files.say(f"{standing.planner} {'failed' if failed else 'found no plan'}: {reasons[0]}")
+            how = [outcome.stopped for outcome in standing.outcomes]
+            verb = "failed" if "error" in how else "refused" if "refused" in how else "found no plan"
+            files.say(f"{standing.planner} {verb}: {reasons[0]}")
     files.console.print()

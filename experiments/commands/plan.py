@@ -1,14 +1,18 @@
-"""`motley plan`: searches for the fastest plan of a job on a cluster."""
+"""`motley plan`: searches for the best plan of a job on a cluster."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from experiments.alternatives import alternatives
 from experiments.commands.options import (
     Budget,
     ClusterFile,
@@ -29,20 +33,86 @@ from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import Outputs, outputs
 from experiments.progress import search_progress
-from experiments.tables import how_it_ended, plan_table, report_table, seconds
+from experiments.tables import (
+    alternatives_table,
+    bound_line,
+    front_table,
+    how_it_ended,
+    outlay_line,
+    plan_table,
+    plan_title,
+    report_table,
+    seconds,
+)
 from partition import Result
 from partition import plan as search_plan
+from partition.bound import Bound, gap, lower_bound
+from partition.objective import OBJECTIVES, Ledger, Objective, Outlay
 from partition.search import planner_named
 from sim.engine import simulate
-from sim.metrics import Report, infeasible_report, report, report_json
+from sim.metrics import Report, cost, infeasible_report, report, report_json
 from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.job import Job
+from sim.spec.reading import InputError
+from sim.spec.trace import Trace
+
+
+def _above_zero(text: object) -> float:
+    """A finite number above zero."""
+    try:
+        number = float(str(text).replace(",", ""))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise typer.BadParameter(f"expected a number above zero, but got {str(text)!r}")
+    return number
+
 
 PlannerName = Annotated[
     str,
     typer.Option("--planner", metavar="NAME", help="Who searches: flashflex, megatron, random or another registered planner."),
 ]
+ObjectiveName = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        metavar="NAME",
+        help="What makes a plan good: throughput, cost (dollars per token) or energy (joules per token). The last two count the "
+        "GPUs that a plan uses, and leave out what does not pay.",
+    ),
+]
+MinTokens = Annotated[
+    float | None,
+    typer.Option(
+        "--min-tokens-per-s", metavar="X", parser=_above_zero, help="Only plans that train so many.", show_default=False
+    ),
+]
+MaxHourly = Annotated[
+    float | None,
+    typer.Option(
+        "--max-dollars-per-hour",
+        metavar="X",
+        parser=_above_zero,
+        help="Only plans whose GPUs together rent for no more.",
+        show_default=False,
+    ),
+]
+MaxTokenDollars = Annotated[
+    float | None,
+    typer.Option(
+        "--max-dollars-per-billion-tokens",
+        metavar="X",
+        parser=_above_zero,
+        help="Only plans that train at no more.",
+        show_default=False,
+    ),
+]
 PlanFile = Annotated[
     str | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON; '-' is standard output.", show_default=False)
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw which GPUs hold which layers: .png, .svg or .pdf.", show_default=False),
 ]
 
 
@@ -55,16 +125,23 @@ def plan(
     stack: StackName = None,
     planner: PlannerName = "flashflex",
     judge: JudgeName = "simulate",
+    objective: ObjectiveName = "throughput",
+    min_tokens_per_s: MinTokens = None,
+    max_dollars_per_hour: MaxHourly = None,
+    max_dollars_per_billion_tokens: MaxTokenDollars = None,
     budget: Budget = "30s",
     seed: Seed = 0,
     out: PlanFile = None,
+    plot: PlotFile = None,
     json_file: ReportFile = None,
 ) -> None:
-    """Search for the fastest plan of a model on a cluster.
+    """Search for the best plan of a model on a cluster.
 
     Prints the plan, lane by lane, with its simulated time, MFU, memory and
-    cost. --out writes the plan, --json the report. Ctrl-C ends the search
-    with the best plan so far. Exit code 1: no plan is feasible.
+    cost, how far from optimal it can be, and why the best plans of other
+    shapes lost. --out writes the plan, --plot draws it, --json writes the
+    report. Ctrl-C ends the search with the best plan so far. Exit code 1:
+    no plan is feasible. See docs/planning.md.
 
     Example:
 
@@ -76,19 +153,29 @@ def plan(
     limit_s = budget_s(budget)
     planner_named(planner)
     make_judge = judge_named(judge)
-    files = outputs({"--out": out, "--json": json_file}, inputs=[cluster])
+    aim = _objective(objective, min_tokens_per_s, max_dollars_per_hour, max_dollars_per_billion_tokens)
+    files = outputs({"--out": out, "--plot": plot, "--json": json_file}, inputs=[cluster])
+    if plot is not None:
+        from experiments.pictures import check_picture, draw_plan  # matplotlib, only where something is drawn
+
+        check_picture("--plot", plot)
     where = on_stack(read_cluster(cluster), stack)
+    aim.check(where)
     files.spare(files_behind(where, model))
     job = read_job(model, global_batch, sequence_length, precision)
     with search_progress(limit_s) as progress:
-        result = search_plan(where, job, planner, make_judge(where, job, seed), limit_s, seed, progress)
-    by = _By(planner, judge, seed, limit_s)
+        result = search_plan(where, job, planner, make_judge(where, job, seed), limit_s, seed, progress, aim)
+    by = _By(planner, judge, seed, limit_s, aim)
     if result.plan is not None:
         # The judge may be a quick one: what is printed and written is the simulation's.
-        found = report(simulate(result.plan, where, seed=seed), where, time.perf_counter() - began)
+        trace = simulate(result.plan, where, seed=seed)
+        found = report(trace, where, time.perf_counter() - began)
         files.write("--out", result.plan.to_json())
-        files.write("--json", _report_json(found, result, by))
-        _show(result, found, where, files, by)
+        if plot is not None:
+            title = f"{plan_title(result.plan)}\none iteration of {seconds(found.iteration_s)}"
+            files.tell(plot, draw_plan(result.plan, where, found.peak_bytes or {}, plot, title))
+        files.write("--json", _report_json(found, result, by, where))
+        _show(result, trace, found, where, job, files, by)
         files.finish()
         if result.stopped == "interrupted":
             raise typer.Exit(INTERRUPTED)
@@ -97,9 +184,10 @@ def plan(
         raise typer.Exit(INTERRUPTED)
     else:
         assert result.infeasible is not None
-        files.write("--json", _report_json(infeasible_report(result.infeasible, time.perf_counter() - began), result, by))
+        files.write("--json", _report_json(infeasible_report(result.infeasible, time.perf_counter() - began), result, by, where))
         longer = f", stopped at its budget of {limit_s:g} s: a longer one may find a plan" if result.stopped == "budget" else ""
-        tell_error(f"no feasible plan: {result.infeasible.message} ({planner} judged {result.judged} plans{longer})")
+        drawn = "; --plot: nothing was drawn" if plot is not None else ""
+        tell_error(f"no feasible plan: {result.infeasible.message} ({planner} judged {result.judged} plans{longer}){drawn}")
         files.finish()
         raise typer.Exit(NO_ANSWER)
 
@@ -112,22 +200,81 @@ class _By:
     judge: str
     seed: int
     budget_s: float
+    objective: Objective
 
 
-def _report_json(report: Report, result: Result, by: _By) -> str:
-    """The text of a report whose last key says how the plan was searched."""
-    search = {**asdict(by), "judged": result.judged, "seconds": result.seconds, "stopped": result.stopped}
-    return report_json(report).removesuffix("\n}\n") + f',\n  "search": {json.dumps(search)}\n}}\n'
+def _objective(name: str, min_tokens_per_s: float | None, hourly: float | None, per_billion: float | None) -> Objective:
+    """The objective that the options describe. Raises InputError that names the option."""
+    if name not in OBJECTIVES:
+        try:
+            Objective(name)
+        except InputError as error:
+            raise InputError(f"--objective: {error}") from None
+    return Objective(name, min_tokens_per_s, hourly, per_billion)
 
 
-def _show(result: Result, found: Report, cluster: Cluster, files: Outputs, by: _By) -> None:
-    """Prints the plan, its measures, and how it was found."""
+def _report_json(measures: Report, result: Result, by: _By, cluster: Cluster) -> str:
+    """The text of a report whose last key says how the plan was searched, and what it takes beside others on the front."""
+    search: dict[str, Any] = {"planner": by.planner, "judge": by.judge, "seed": by.seed, "budget_s": by.budget_s}
+    search |= {"judged": result.judged, "seconds": result.seconds, "stopped": result.stopped, "stands_in": result.stands_in}
+    limits = asdict(by.objective)
+    search |= {"objective": limits.pop("name"), **{name: limit for name, limit in limits.items() if limit is not None}}
+    ledger = Ledger(cluster)
+    if result.plan is not None:
+        search |= _taken(ledger.outlay(result.plan, cost(measures)))
+    search["front"] = [
+        {"gpus": len(plan.devices), "iteration_s": cost.iteration_s, **_taken(ledger.outlay(plan, cost))}
+        for plan, cost in result.front
+    ]
+    return report_json(measures).removesuffix("\n}\n") + f',\n  "search": {json.dumps(search)}\n}}\n'
+
+
+def _taken(outlay: Outlay) -> Mapping[str, float | None]:
+    """The measures of an outlay that no report has: they are of the GPUs that the plan uses alone."""
+    values = outlay._asdict()
+    return {name: values[name] for name in ("dollars_per_hour", "dollars_per_billion_tokens", "joules_per_token")}
+
+
+def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Job, files: Outputs, by: _By) -> None:
+    """Prints the plan, its measures, how far from optimal it can be, why others lost, and how it was found."""
     assert result.plan is not None and result.cost is not None
-    files.console.print(plan_table(result.plan, cluster, found.peak_bytes))
+    ledger = Ledger(cluster)
+    outlay = ledger.outlay(result.plan, cost(found))
+    files.console.print(plan_table(result.plan, cluster, found.peak_bytes, headroom=True))
     files.console.print()
     files.console.print(report_table(found, result.plan, cluster))
+    files.console.print()
+    files.say(outlay_line(outlay, result.plan))
+    proven = _proven_line(trace, cluster, job)
+    if proven is not None:
+        files.say(proven)
+    if result.others:
+        files.console.print()
+        others = alternatives(trace, result.others, cluster, by.objective, by.seed)
+        files.console.print(alternatives_table(result.plan, outlay, others, cluster))
+    if by.objective.chooses_gpus and len(result.front) > 1:
+        files.console.print()
+        files.console.print(front_table([(plan, ledger.outlay(plan, cost)) for plan, cost in result.front], cluster))
     files.console.print()
     files.say(f"{by.planner} judged {result.judged:,} plans (seed {by.seed}), {how_it_ended(result, by.budget_s)}")
     if by.judge != "simulate":
         judged = seconds(result.cost.iteration_s)
         files.say(f"the judge {by.judge} took the iteration for {judged}; the figures above are simulated")
+        missed = by.objective.missed(outlay)
+        if missed is not None:
+            tell_error(f"warning: as it is simulated, the plan has {missed.reached}, but asked for is {missed.asked}")
+    if result.stands_in:
+        tell_error(
+            f"warning: the budget of {by.budget_s:g} s ended before {by.planner} found a feasible plan; this is the best "
+            "symmetric one instead: give more time with --budget"
+        )
+
+
+def _proven_line(trace: Trace, cluster: Cluster, job: Job) -> str | None:
+    """How far the plan is from the best possible at most; None where no bound is known."""
+    bound = lower_bound(cluster, job)  # of all GPUs, also where the objective leaves some out
+    if not isinstance(bound, Bound):
+        return None
+    parts = asdict(gap(bound, trace, cluster))
+    del parts["total"]
+    return bound_line(trace.iteration_s, bound.iteration_s, parts)

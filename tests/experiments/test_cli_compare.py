@@ -6,16 +6,18 @@ import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from experiments.comparison import Cell, Outcome, compare, ranking, run_cell, winner
+from experiments.comparison import Cell, Outcome, compare, kept, ranking, run_cell, winner
 from partition.search import PLANNERS, Result, Search
 from sim.cost.estimate import estimation
 from sim.spec.cluster import read_cluster
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import read_plan
+from sim.spec.reading import InputError
 from sim.spec.transformer import transformer
 from tests.experiments.conftest import TINY_CLUSTER, Ran, World
 
@@ -44,13 +46,15 @@ def test_every_plan_and_row_of_a_comparison_is_written(motley: Motley, world: Wo
         for planner in ("random", "megatron")
         for seed in (0, 1)
     }
-    assert {path.name for path in out.iterdir()} == names | {"results.csv"}
+    assert {path.name for path in out.iterdir()} == names | {"results.csv", "history.csv", "quality.png"}
     with (out / "results.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert len(table) == len(json.loads(rows.read_text())) == 8
     for row in table:
         plan = read_plan(out / row["plan"])
         assert plan.cluster == row["cluster"] and float(row["iteration_s"]) > 0
+        best = min(float(other["iteration_s"]) for other in table if other["cluster"] == row["cluster"])
+        assert float(row["ratio_to_best"]) == float(row["iteration_s"]) / best
     for cluster in ("tiny", "other"):
         assert f"tiny-llama on {cluster}, 4 x 1024 tokens, bf16; medians of 2 seeds" in " ".join(ran.out.split())
 
@@ -100,6 +104,98 @@ def test_no_plan_at_all_exits_with_1(motley: Motley, world: World) -> None:
     ran = motley(*values, "--planners", "random")
     assert ran.code == 1
     assert ran.err == "motley: no feasible plan for tiny\n"
+
+
+def test_a_planner_that_serves_no_such_cluster_has_a_row_that_says_so(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def picky(search: Search) -> None:
+        raise InputError("at most 1 GPU, but got 2")
+
+    monkeypatch.setitem(PLANNERS, "picky", picky)
+    ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "picky,random", "--processes", 1, "--json", "-"))
+    assert ran.code == 0
+    rows = {row["planner"]: row for row in json.loads(ran.out)}
+    assert rows["picky"]["stopped"] == "refused" and rows["picky"]["refusal"] == "at most 1 GPU, but got 2"
+    assert rows["picky"]["iteration_s"] is None and rows["picky"]["error"] is None
+    assert "picky refused: at most 1 GPU, but got 2" in ran.err
+
+
+def test_all_planners_are_every_registered_one_and_the_baselines(motley: Motley, world: World) -> None:
+    ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "all", "--budget", "1s", "--json", "-"))
+    assert {row["planner"] for row in json.loads(ran.out)} == set(PLANNERS) >= {"uniform-grid", "single-kind"}
+
+
+def test_history_has_the_best_iteration_each_time_it_became_better(motley: Motley, world: World) -> None:
+    out = world.folder / "out"
+    ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random,megatron", "--seeds", 2, "--out", out))
+    assert ran.code == 0, ran.err
+    results = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    steps = list(csv.DictReader((out / "history.csv").read_text().splitlines()))
+    for row in results:
+        own = [step for step in steps if (step["planner"], step["seed"]) == (row["planner"], row["seed"])]
+        times = [float(step["iteration_s"]) for step in own]
+        assert times == sorted(set(times), reverse=True) and times[-1] == float(row["iteration_s"])
+        at = [float(step["seconds"]) for step in own]
+        assert at == sorted(at) and at[-1] == float(row["found_s"])
+
+
+def test_a_comparison_that_is_killed_continues_without_what_is_finished(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner that dies stands for the kill: it leaves the folder as a kill would, between two searches."""
+    out, runs = world.folder / "out", []
+
+    def counted(search: Search) -> None:
+        runs.append(search.seed)
+        PLANNERS["random"](search)
+
+    def killed(search: Search) -> None:
+        raise SystemExit(137)
+
+    values = arguments(world, "--cluster", world.cluster, "--planners", "counted,later", "--seeds", 2, "--processes", 1)
+    monkeypatch.setitem(PLANNERS, "counted", counted)
+    monkeypatch.setitem(PLANNERS, "later", killed)
+    assert motley(*values, "--out", out).code != 0
+    assert runs == [0, 1] and not (out / "results.csv").exists()
+
+    monkeypatch.setitem(PLANNERS, "later", PLANNERS["megatron"])
+    ran = motley(*values, "--out", out)
+    assert ran.code == 0, ran.err
+    assert runs == [0, 1] and "continues in" in ran.out and "2 of 4 searches were finished before" in " ".join(ran.out.split())
+    again = world.folder / "again"
+    assert motley(*values, "--out", again).code == 0 and runs == [0, 1, 0, 1]
+    told = [list(csv.DictReader((folder / "results.csv").read_text().splitlines())) for folder in (out, again)]
+    for row, fresh in zip(*told, strict=True):
+        changing = {"search_s": "", "found_s": ""}
+        assert {**row, **changing} == {**fresh, **changing}
+    assert not (out / "unfinished").exists(), "a finished comparison is made anew when its command is repeated"
+
+
+def test_what_another_budget_or_cluster_found_is_not_taken(cell: Cell, tmp_path: Path) -> None:
+    compare([cell], processes=1, keep=tmp_path / "kept")
+    assert kept([cell], tmp_path / "kept") == 1
+    slower = replace(cell.cluster, nodes=tuple(replace(n, intra=replace(n.intra, latency_s=1.0)) for n in cell.cluster.nodes))
+    others = [replace(cell, budget_s=6.0), replace(cell, seed=1), replace(cell, cluster=slower), replace(cell, judge="estimate")]
+    assert kept(others, tmp_path / "kept") == 0
+
+
+def test_what_is_kept_is_what_was_found(cell: Cell, tmp_path: Path) -> None:
+    hopeless = replace(cell, job=Job(transformer("llama-2-70b"), 128, 4))
+    (first, second), _ = compare([cell, hopeless], processes=1, keep=tmp_path / "kept")
+    (again, also), _ = compare([cell, hopeless], processes=1, keep=tmp_path / "kept")
+    assert first.result is not None and again.result is not None
+    assert again == replace(first, result=replace(first.result, front=(), others=()))
+    assert also.result == second.result and also.result is not None and also.result.infeasible is not None
+
+
+def test_half_a_file_is_not_taken(cell: Cell, tmp_path: Path) -> None:
+    compare([cell], processes=1, keep=tmp_path / "kept")
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_text(file.read_text()[:100])
+    assert kept([cell], tmp_path / "kept") == 0
+    (outcome,), _ = compare([cell], processes=1, keep=tmp_path / "kept")
+    assert outcome.plan is not None and kept([cell], tmp_path / "kept") == 1
 
 
 @pytest.mark.parametrize(

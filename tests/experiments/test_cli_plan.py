@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,109 @@ def test_two_processes_with_one_seed_write_the_same_plan(world: World) -> None:
         assert "the same answer on every machine" in done.stdout
         texts.append(out.read_text())
     assert texts[0] == texts[1]
+
+
+# --- Objectives and constraints --------------------------------------------------------------------------------------
+
+
+PRICED = """\
+name: tiny
+gpu_kinds:
+  RTX4090: {price: 0.4 $/h}
+  RTX3090: {price: 40 $/h}
+nodes:
+  - {name: box, gpu: RTX4090, gpus: 1, intra: pcie4, nic: {kind: ethernet, bandwidth: 10 Gbit/s}}
+  - {name: dear, gpu: RTX3090, gpus: 1, intra: pcie4, nic: {kind: ethernet, bandwidth: 10 Gbit/s}}
+"""
+
+
+def test_the_objective_decides_which_gpus_are_used_and_its_measures_are_told(motley: Motley, world: World) -> None:
+    priced = world.write("priced.yaml", PRICED)
+    flags = ["--cluster", priced, "--budget", "60s", "--json", "-"]
+    answer = json.loads(motley(*arguments(world, *flags, "--objective", "cost", planner="megatron")).out)
+    search = answer["search"]
+    assert (search["objective"], search["stands_in"]) == ("cost", False)
+    used = [device["device"] for device in answer["devices"] if device["lane"] is not None]
+    assert used == ["box/0"]
+    assert search["dollars_per_hour"] == 0.4
+    assert search["dollars_per_billion_tokens"] == pytest.approx(0.4 / 3600 / answer["tokens_per_s"] * 1e9)
+    assert answer["dollars"] == pytest.approx(40.4 * answer["iteration_s"] / 3600)  # the report's is the whole cluster's
+    assert min(entry["dollars_per_billion_tokens"] for entry in search["front"]) == search["dollars_per_billion_tokens"]
+
+
+def test_a_constraint_that_no_plan_keeps_exits_with_1_and_says_by_how_much(motley: Motley, world: World) -> None:
+    out = world.folder / "found.json"
+    ran = motley(*arguments(world, "--min-tokens-per-s", "1,000,000,000", "--out", out, planner="megatron"))
+    assert ran.code == 1 and not out.exists()
+    (line,) = ran.err.splitlines()
+    assert "no feasible plan" in line and "tokens/s, but asked for is at least 1,000,000,000 tokens/s" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--objective", "price"], ["--objective", "unknown objective 'price'", "throughput, cost, energy"]),
+        (["--min-tokens-per-s", "0"], ["--min-tokens-per-s", "above zero", "'0'"]),
+        (["--max-dollars-per-hour", "cheap"], ["--max-dollars-per-hour", "'cheap'"]),
+        (["--max-dollars-per-billion-tokens", "nan"], ["--max-dollars-per-billion-tokens", "'nan'"]),
+        (["--plot", "plan.gif"], ["--plot", ".png, .svg, .pdf", "plan.gif"]),
+    ],
+)
+def test_wrong_objectives_constraints_and_pictures_are_refused_in_one_line(
+    motley: Motley, world: World, flags: list[str], words: list[str]
+) -> None:
+    ran = motley(*arguments(world, *flags))
+    assert ran.code == 2 and all(word in " ".join(ran.err.split()) for word in words), ran.err
+
+
+def test_cost_needs_prices(motley: Motley, world: World) -> None:
+    unpriced = world.write("unpriced.yaml", PRICED.replace("price: 40 $/h", "price: null"))
+    ran = motley(*arguments(world, "--cluster", unpriced, "--objective", "cost"))
+    assert ran.code == 2 and "no price is known of RTX3090" in ran.err
+
+
+# --- What it tells of the answer -------------------------------------------------------------------------------------
+
+
+def test_the_end_tells_headroom_bound_and_why_the_others_lost(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(search: Search) -> None:
+        both, batch = split_in_two(search), search.job.global_batch
+        alone = Stage((Replica((search.cluster.devices[0].name,), 1),), ((0, search.job.model.layers),))
+        search.consider(both)
+        search.consider(replace(both, pipelines=(Pipeline(1, batch, (alone,)),)))
+
+    monkeypatch.setitem(PLANNERS, "two", two)
+    plot, report = world.folder / "plan.png", world.folder / "report.json"
+    ran = motley(*arguments(world, "--plot", plot, "--json", report, planner="two"))
+    assert ran.code == 0, ran.err
+    answer = json.loads(report.read_text())
+    found = " ".join(ran.out.split())
+    bound = re.search(r"takes less than ([\d.]+) (ms|s): the gap is ([\d.]+) %", found)
+    assert bound is not None
+    bound_s = float(bound[1]) * {"ms": 1e-3, "s": 1.0}[bound[2]]
+    assert 1 - bound_s / answer["iteration_s"] == pytest.approx(float(bound[3]) / 100, abs=2e-3)
+    peak, capacity = max(answer["peak_bytes"].values()), 24 * 2**30
+    assert f"{peak / 2**30:.1f}/24.0 {(1 - peak / capacity) * 100:.0f}" in found
+    assert "The best plans of other shapes that were judged" in found
+    assert len(re.findall(r"this plan", found)) == 1 and re.search(r"\+[\d.]+ % .* (compute|bubble|network|recompute), ", found)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_that_is_too_small_is_answered_with_a_symmetric_plan_and_a_warning(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def idling(search: Search) -> None:
+        while True:
+            search.check_budget()
+
+    monkeypatch.setitem(PLANNERS, "idling", idling)
+    out = world.folder / "found.json"
+    ran = motley(*arguments(world, "--budget", "10ms", "--out", out, planner="idling"))
+    assert ran.code == 0 and out.exists()
+    assert ran.err.startswith("motley: warning: the budget of 0.01 s ended before idling found a feasible plan")
+    assert "symmetric" in ran.err
 
 
 # --- How it ends -----------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb, to_rgba
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from experiments.plots import _STYLES, MfuCell, plot_mfu_bars, plot_timeline, plot_two_timelines, save_figure
+from experiments.plots import _STYLES, MfuCell, plot_mfu_bars, plot_plan, plot_timeline, plot_two_timelines, save_figure
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import NOMINAL_EFFICIENCY, GpuKind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
@@ -92,6 +93,82 @@ def assert_nothing_is_cut_off(ax: Axes) -> None:
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     for side, edge in {"top": pixels[0], "bottom": pixels[-1], "left": pixels[:, 0], "right": pixels[:, -1]}.items():
         assert (edge == 255).all(), f"something is cut off at the {side}"
+
+
+# --- A plan ----------------------------------------------------------------------------------------------------------
+
+
+def held_by_row(ax: Axes) -> dict[int, set[tuple[float, float, str]]]:
+    """For each row: from where to where it is filled, and in which colour."""
+    found: dict[int, set[tuple[float, float, str]]] = {}
+    for patch in ax.patches:
+        if isinstance(patch, Rectangle) and patch.get_width() >= 1 and patch.get_facecolor() != to_rgba("#ECECEC"):
+            for row in range(round(patch.get_y()), round(patch.get_y() + patch.get_height())):
+                found.setdefault(row, set()).add(
+                    (patch.get_x(), patch.get_x() + patch.get_width(), to_hex(patch.get_facecolor()))
+                )
+    return found
+
+
+def two_pipelines() -> Plan:
+    """On 3 nodes of 4 GPUs: one pipeline of a pair and two single GPUs, the last of which is on the next node; one of one GPU."""
+    model = Transformer("tiny", layers=6, hidden=4, ffn=8, heads=2, vocab=10)
+    pair = Stage((Replica(("node-0/0", "node-0/1"), 1),), ((0, 3),), "full")
+    single, last = (Stage((Replica((name,), 1),), (cut,)) for name, cut in (("node-0/3", (3, 5)), ("node-1/0", (5, 6))))
+    alone = Stage((Replica(("node-1/2",), 2),), ((0, 6),))
+    return Plan("mixed", model, 5, 4, (Pipeline(1, 2, (pair, single, last)), Pipeline(2, 1, (alone,))))
+
+
+def test_a_plans_picture_shows_for_each_gpu_the_layers_that_it_holds_and_its_memory() -> None:
+    three = replace(CLUSTER, nodes=CLUSTER.nodes[:3])
+    peaks = {"node-0/0": 960_000_000, "node-0/1": 500_000_000, "node-0/3": 100, "node-1/0": 250_000_000, "node-1/2": 900_000_000}
+    held, full = plot_plan(two_pipelines(), three, peaks, title="a plan")
+    # The embedding is left of layer 0, the head right of layer 5.
+    assert {row: {(left, right) for left, right, _ in filled} for row, filled in held_by_row(held).items()} == {
+        0: {(-1, 3)},
+        1: {(-1, 3)},
+        3: {(3, 5)},
+        4: {(5, 7)},
+        6: {(-1, 7)},
+    }
+    colours = {row: colour for row, filled in held_by_row(held).items() for _, _, colour in filled}
+    assert colours[0] == colours[1] == colours[3] == colours[4] != colours[6]
+    assert [text.get_text() for text in held.texts if "s" in text.get_text() and text.get_text() != "not used"] == [
+        "p0s0  1/2",
+        "p0s1",
+        "p0s2",
+        "p1s0",
+    ]
+    assert sum(text.get_text() == "not used" for text in held.texts) == 3  # node-0/2, node-1/1, and from node-1/3 on
+    widths = [bar.get_width() for bar in full.patches if isinstance(bar, Rectangle) and bar.get_height() == 0.8]
+    assert widths == [0.96, 0.5, 0, 1e-7, 0.25, 0, 0.9, 0, 0, 0, 0, 0]
+    figure = held.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    assert {text.get_text() for legend in figure.legends for text in legend.get_texts()} == {
+        "recomputed: full",
+        "memory more than 95 % full",
+        "1/2: the part of each of its layers that a GPU holds",
+    }
+
+
+def test_neighbouring_pipelines_of_a_plans_picture_differ_in_grey() -> None:
+    model = Transformer("tiny", layers=2, hidden=4, ffn=8, heads=2, vocab=10)
+    names = [device.name for device in CLUSTER.devices[:8]]
+    pipelines = tuple(Pipeline(1, 1, (Stage((Replica((name,), 1),), ((0, 2),)),)) for name in names)
+    held, _ = plot_plan(Plan("mixed", model, 5, 8, pipelines), replace(CLUSTER, nodes=CLUSTER.nodes[:2]), {})
+    greys = [float(np.dot(to_rgb(colour), (0.299, 0.587, 0.114))) for _, ((*_, colour),) in sorted(held_by_row(held).items())]
+    assert len(greys) == 8
+    assert all(abs(a - b) > 0.15 for a, b in itertools.pairwise(greys))
+
+
+def test_a_large_plans_picture_is_no_taller_than_a_screen_or_two_and_names_nodes() -> None:
+    plan = trace_of(pipelines=6, stages=10, micro_batches=1).plan
+    held, _ = plot_plan(plan, CLUSTER, dict.fromkeys(plan.devices, 1))
+    figure = held.get_figure(root=True)
+    assert isinstance(figure, Figure) and figure.get_figheight() < 18
+    assert [label.get_text() for label in held.get_yticklabels()][:2] == ["node-0  4x RTX4090", "node-1  4x RTX4090"]
+    assert held_by_row(held).keys() == set(range(240))
+    assert all(patch.get_hatch() is None for patch in held.patches)
 
 
 def test_a_small_timeline_draws_every_span_and_numbers_every_micro_batch() -> None:

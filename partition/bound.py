@@ -1,0 +1,499 @@
+"""A proven lower bound on the seconds of one iteration, over every plan that a cluster and a job allow, and the gap of a plan.
+
+The bound holds for the simulated time, without jitter, of each plan that fits in memory: any part of the GPUs, any pipelines,
+stages, cuts, replicas, degrees, micro-batches, schedule, ZeRO stage and recomputation, any precision of gradients, optimizer in
+the host's memory or not. It asks of everything what no plan can do without; the fastest plan may be slower.
+
+Compute. A lane of n GPUs that computes for s seconds spends n s GPU-seconds, and its slowest GPU decides s. Shared out equally
+over them, a sequence's forward and backward through one layer so cost a GPU of kind k at least w_k: what a single GPU takes for
+it, if it takes the whole batch at once. What does not grow with the sequences (half a matmul's work, its weights, launches, the
+filling of attention's rows) is spread the thinnest there, and no degree of parallelism saves any of it: degrees divide FLOP and
+bytes, rounding up. Of a mixture of experts the degree of expert parallelism is chosen too, and as many sequences as divide
+evenly. A GPU thus does at most (T - t) / w_k of the B L layers of an iteration, where t is what every optimizer step takes
+besides; embedding, head and the optimizer's bytes count as the layers that they are worth on the kind where these are fewest:
+
+    sum over GPUs of (T - t) / w_k  >=  B (L + min (embedding + head) / w_k) + min optimizer / w_k
+
+Recompute. Something holds the parameters and gradients of each layer, of the embedding and of the head (states may be in the
+host's memory, and ZeRO only divides), and, for each part of the batch that passes a layer without recomputation, all that one
+sequence's backward needs: a lane holds at least one sequence of a micro-batch from forward to backward, and degrees divide that
+evenly at best. Copies of a layer that share the batch hold together no less than their mean, weighted by their shares. What
+exceeds the memory of all GPUs (less contexts and fragmentation) is recomputed, at the fewest seconds per byte.
+
+Network. Cut the cluster into islands: nodes; racks whose uplink is oversubscribed; sites. When a sequence enters or leaves an
+island, its activation crosses the island's links in one direction and the gradient in the other; let alpha be the seconds of
+these bytes. A tensor-parallel group that spans islands puts at least 2 alpha on each of them, in both directions, for every
+layer of a sequence, and alpha for each end (less where embeddings are narrower: alpha is made so small that this holds); context
+ranks count as sequences of fewer tokens. A sequence that visits an island crosses twice, less once if it begins there, less once
+if it ends there; over all islands, B begin and B end. In T seconds an island is one of
+
+    free     2 B alpha <= T: it may compute all the time
+    an end   all B sequences visit it, for a layer that is nowhere else. Of several such islands, in the order of these layers,
+             every sequence enters all but the first and leaves all but the last. So at most two have 2 B alpha > T; each needs
+             2 B - T / alpha sequences to begin or end there, and if there are two, B alpha <= T
+    shared   each of its d layers is elsewhere, too, and the exchange of gradients takes sigma a layer; v visits do at most v d
+             layers, and alpha (2 v - begun - ended) + sigma d <= T, where the first term is alpha v at least if another is an end
+
+What all islands do at most, over all choices of ends and of d, follows from the Lagrangian of the constraint that joins them, the
+2 B begun and ended: every price gives an upper bound. T is too short where that is less than the work. sigma is the least of
+all ways to sum gradients over two islands (an all-reduce moves all of them into each, a scatter half of them, a gather half of
+the parameters), without those of experts, which may be divided instead.
+
+Bubble. One sequence passes all layers one after another, forward and, in the input halves, backward, each at best on the lane
+that is quickest at it, of whatever kind and degree; an optimizer step follows.
+
+Left out, each of which makes the bound lower than it could be: collectives inside lanes and inside islands, what the host takes
+to launch kernels, filling and draining beyond one sequence, when gradients are exchanged, the memory of each GPU by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
+from sim.cost.memory import FRAGMENTATION_FRACTION
+from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
+from sim.metrics import lane_use
+from sim.spec.cluster import Cluster, Node
+from sim.spec.compile import lanes_of
+from sim.spec.counts import (
+    PRECISION_BYTES,
+    boundary_bytes,
+    embedding_parameters,
+    layer_activation_bytes,
+    layer_parameter_parts,
+    tied_copy_parameters_at,
+    total_parameters,
+)
+from sim.spec.gpu import GpuKind
+from sim.spec.job import Job
+from sim.spec.judge import Infeasible
+from sim.spec.plan import GRADIENT_PRECISIONS
+from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, OptimizerStep
+from sim.spec.reading import InputError
+from sim.spec.trace import Trace
+from sim.spec.transformer import Transformer
+
+STEPS = 40
+"""How often the interval of times in which the network's bound lies is halved."""
+
+ROUNDING = 1e-9
+"""The memory that parts of a model may gain by being rounded, one by one, as a fraction."""
+
+PRICES = 64
+"""At how many prices of the joint constraint the Lagrangian is tried; each gives a bound, the least counts."""
+
+
+Prices: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least seconds of an iteration, and what they are made of: the parts sum to the whole.
+
+    Each part but the first is what its reason adds to those before it, in the order compute, recompute, network, bubble.
+    """
+
+    iteration_s: float
+    compute_s: float
+    """Of all GPUs, each at its best rate and never waiting."""
+    bubble_s: float
+    network_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """1 - bound / seconds of a plan, as a fraction, and the parts that sum to it.
+
+    A part is the seconds that the plan loses there less those that the bound has there, in fractions of the plan's; it is
+    negative where the bound has more of them. A GPU counts as much as the share of the work that it could do.
+    """
+
+    total: float
+    compute: float
+    """Slower shapes of work than the best, and GPUs that are left out."""
+    bubble: float
+    """Lanes that wait, be it for others that have more to do."""
+    network: float
+    """Collectives inside computations, and transfers that a lane waits for."""
+    recompute: float
+
+
+# --- Pieces ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _KindSeconds:
+    """GPU-seconds that work costs a kind at least, per sequence: a layer, both ends, and a layer's forward and attention."""
+
+    layer_s: float
+    ends_s: float
+    full_s: float
+    attention_s: float
+
+
+def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
+    """The least that a kind takes. Its precision must be there."""
+    model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
+    experts = 1 if model.experts is None else model.experts.experts
+    sequences = -(-job.global_batch // experts) * experts
+    layers = [
+        layer_seconds(kind, stack, model, sequences, length, 1, False, precision, 1, degree)
+        for degree in range(1, experts + 1)
+        if experts % degree == 0
+    ]
+    ends = (
+        embedding_seconds(kind, stack, model, sequences, length, 1, precision),
+        head_seconds(kind, stack, model, sequences, length, 1, False, precision),
+    )
+    return _KindSeconds(
+        layer_s=min(piece.forward_s + piece.backward_s for piece in layers) / sequences,
+        ends_s=sum(piece.forward_s + piece.backward_s for piece in ends) / sequences,
+        full_s=min(piece.forward_s for piece in layers) / sequences,
+        attention_s=min(piece.attention_s for piece in layers) / sequences,
+    )
+
+
+def _stepped_parameters(model: Transformer) -> int:
+    """Parameters that optimizer steps update at least, all devices' together.
+
+    Those of a tied embedding but its matrix are left out: ZeRO divides them over the copies of the matrix, too.
+    """
+    beside = embedding_parameters(model) - tied_copy_parameters_at(model, 1) if model.tied_embeddings else 0
+    return total_parameters(model) - beside
+
+
+def _step_s(cluster: Cluster, job: Job, kind: GpuKind, stepped_bytes: float) -> float:
+    """GPU-seconds of a kind for an optimizer step that moves so many bytes, on it or in its host's memory."""
+    return min(
+        rates_of(kind, job.precision).memory_s(cluster.stack.optimizer_traffic * stepped_bytes), stepped_bytes / HOST_BYTES_PER_S
+    )
+
+
+def _path_s(cluster: Cluster, job: Job, kinds: Collection[GpuKind], most_gpus: int) -> float:
+    """The least seconds of a sequence's way through all layers and back, on lanes of any kinds and degrees."""
+    model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
+    experts = 1 if model.experts is None else model.experts.experts
+    tensors = [degree for degree in range(1, min(most_gpus, model.heads) + 1) if model.heads % degree == 0]
+    contexts = [1, *(ranks for ranks in range(2, most_gpus + 1) if length % (2 * ranks) == 0)]
+    lanes = [(kind, t, c) for kind in kinds for t in tensors for c in contexts if t * c <= most_gpus]
+    layer_s = min(
+        _through_s(layer_seconds(kind, stack, model, 1, length, t, parallel, precision, c, e))
+        for kind, t, c in lanes
+        for parallel in (False, True)
+        for e in {1, experts}
+    )
+    head_s = min(
+        _through_s(head_seconds(kind, stack, model, 1, length, t, parallel, precision, c))
+        for kind, t, c in lanes
+        for parallel in (False, True)
+    )
+    embedding_s = min(embedding_seconds(kind, stack, model, 1, length, t, precision, c).forward_s for kind, t, c in lanes)
+    return model.layers * layer_s + embedding_s + head_s
+
+
+def _through_s(piece: PieceSeconds) -> float:
+    """Seconds of a piece for which the next one waits: its forward, and the input half of its backward."""
+    return piece.forward_s + piece.backward_input_s
+
+
+# --- The bound -------------------------------------------------------------------------------------------------------
+
+
+def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = None) -> Bound | Infeasible:
+    """The least seconds that an iteration of any plan takes, or why there can be no plan; see the head of this file.
+
+    With a gradient precision it is that of the plans that sum gradients so: it decides what the job computes, as the job's own
+    precision does, and few planners choose it. Raises InputError for one that a plan cannot have.
+    """
+    if gradient_precision not in (None, *GRADIENT_PRECISIONS):
+        raise InputError(f"gradient_precision is one of {', '.join(GRADIENT_PRECISIONS)}, but got {gradient_precision!r}")
+    model, batch = job.model, job.global_batch
+    gradients = (gradient_precision,) if gradient_precision is not None else GRADIENT_PRECISIONS
+    element_bytes, summed_bytes = PRECISION_BYTES[job.precision], min(PRECISION_BYTES[name] for name in gradients)
+    counts = Counter(device.gpu for device in cluster.devices if device.gpu.peak(job.precision) is not None)
+    if not counts:
+        return Infeasible(None, "precision", None, None, f"no GPU of cluster {cluster.name!r} has {job.precision}")
+    spilled = _spilled(cluster, job, counts, total_parameters(model) * (element_bytes + summed_bytes))
+    if isinstance(spilled, Infeasible):
+        return spilled
+    kinds = {kind: _kind_seconds(cluster, job, kind) for kind in counts}
+    once_s = cluster.stack.step_s
+    rate = sum(count / kinds[kind].layer_s for kind, count in counts.items())
+    ends = [seconds.ends_s / seconds.layer_s for seconds in kinds.values()]
+    stepped_bytes = _stepped_parameters(model) * min(optimizer_bytes(job.precision, name, job.optimizer) for name in gradients)
+    step = min(_step_s(cluster, job, kind, stepped_bytes) / seconds.layer_s for kind, seconds in kinds.items())
+    work = batch * (model.layers + min(ends))
+    compute_s = once_s + (work + step) / rate
+    again = batch * min(_recomputed(job, cluster, seconds, spilled) / seconds.layer_s for seconds in kinds.values())
+    recompute_s = again / rate
+    busy_s = compute_s + recompute_s
+    reached_s = busy_s
+    least_bytes = _least_bytes(cluster, job, summed_bytes)
+    for islands in _partitions(cluster, {kind: 1 / seconds.layer_s for kind, seconds in kinds.items()}, *least_bytes):
+        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
+    path_s = once_s + _path_s(cluster, job, kinds, counts.total())
+    network_s = reached_s - busy_s
+    bubble_s = max(0.0, path_s - reached_s)
+    return Bound(max(reached_s, path_s), compute_s, bubble_s, network_s, recompute_s)
+
+
+def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) -> float | Infeasible:
+    """Bytes of activations of one sequence that do not fit beside those `held`, if no layer is recomputed; or why none do."""
+    model = job.model
+    most = _kept_bytes(job, cluster, "none") * model.layers
+    least = _kept_bytes(job, cluster, "full") * model.layers
+    room = sum(count * max(0.0, kind.memory_bytes - cluster.stack.context_bytes) for kind, count in counts.items())
+    room *= (1 + ROUNDING) / (1 + FRAGMENTATION_FRACTION)
+    if held + least > room:
+        need, have = math.ceil(held + least), math.floor(room)
+        message = (
+            f"parameters and gradients of {model.name}, and what is kept of one sequence if all layers are recomputed, need "
+            f"{need / 2**30:.1f} GiB, but the GPUs of cluster {cluster.name!r} have {have / 2**30:.1f} GiB for them"
+        )
+        return Infeasible(None, "memory", need, have, message)
+    return max(0.0, held + most - room)
+
+
+def _kept_bytes(job: Job, cluster: Cluster, mode: str) -> float:
+    """Bytes that all ranks together keep of one layer and one sequence at least."""
+    software, element_bytes = cluster.stack, PRECISION_BYTES[job.precision]
+    flash = software.flash_attention
+    return software.activation_scale * layer_activation_bytes(
+        job.model, 1, job.sequence_length, 1, False, mode, element_bytes, flash
+    )
+
+
+def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: float) -> float:
+    """GPU-seconds of recomputation, for each sequence, that make so many bytes of activations needless."""
+    if spilled <= 0:
+        return 0.0
+    none = _kept_bytes(job, cluster, "none")
+    modes = ((seconds.full_s, "full"), (seconds.attention_s, "selective"))
+    return min(spilled * again_s / (none - _kept_bytes(job, cluster, mode)) for again_s, mode in modes)
+
+
+# --- Islands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Island:
+    """A part of the cluster whose links to the rest are known: the layers that its GPUs do in a second, its links' seconds."""
+
+    rate: float
+    crossing_s: float
+    """Of the activation of one sequence, in each direction."""
+    shared_s: float
+    """Of the exchange of one layer's gradients."""
+
+
+def _partitions(
+    cluster: Cluster, rates: Mapping[GpuKind, float], crossing_bytes: float, shared_bytes: float
+) -> Iterator[list[_Island]]:
+    """The cluster as islands, by nodes, by racks and by sites, as far as there are several and they limit anything."""
+    parts: list[list[tuple[list[Node], float]]] = [[([node], _node_bytes_per_s(cluster, node)) for node in cluster.nodes]]
+    racks: dict[object, list[Node]] = {}
+    sites: dict[str, list[Node]] = {}
+    for node in cluster.nodes:
+        racks.setdefault(node.name if node.rack is None else (node.rack, node.site), []).append(node)
+        sites.setdefault(node.site, []).append(node)
+    if cluster.fabric.oversubscription > 1:
+        parts.append([(rack, _rack_bytes_per_s(cluster, rack)) for rack in racks.values()])
+    carried = {site: sum(link.bandwidth_bytes_per_s for link in cluster.wan if site in link.between) for site in sites}
+    parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
+    for islands in parts:
+        if len(islands) > 1:
+            yield [
+                _Island(
+                    sum(node.gpus * rates.get(node.gpu, 0.0) for node in nodes),
+                    crossing_bytes / bytes_per_s,
+                    shared_bytes / bytes_per_s,
+                )
+                for nodes, bytes_per_s in islands
+            ]
+
+
+def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, float]:
+    """Bytes of a crossing, and of the exchange of one layer, that an island's links carry in each direction at least."""
+    element_bytes, scale = PRECISION_BYTES[job.precision], cluster.stack.collective_scale
+    model = job.model
+    # A group across islands sums an activation at the embedding or the head, of its width, and four for each layer.
+    crossing = float(boundary_bytes(model, 1, job.sequence_length, element_bytes))
+    crossing *= min(1.0, min(2.0, model.embedding_width / model.hidden) / scale)
+    parts = layer_parameter_parts(model)
+    each = min(summed_bytes, (summed_bytes + element_bytes) / 2)
+    return crossing, (parts.total - parts.experts) * each / scale
+
+
+def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
+    """What the uplink of a rack carries in each direction."""
+    cards = [(node.nic, node.nic.count * node.nic.bandwidth_bytes_per_s) for node in rack if node.nic is not None]
+    return sum(rate * cluster.fabric.efficiency(nic.kind) for nic, rate in cards) / cluster.fabric.oversubscription
+
+
+def _node_bytes_per_s(cluster: Cluster, node: Node) -> float:
+    """The most that a node's links carry in each direction: its cards, whatever they speak, and the matrix's pairs."""
+    nic, efficiency = node.nic, cluster.fabric.efficiency
+    if nic is None:  # the only node
+        return math.inf
+    rate = nic.count * nic.bandwidth_bytes_per_s * max(efficiency(nic.kind), efficiency("tcp"))
+    if nic.ethernet_bytes_per_s is not None:
+        rate += nic.ethernet_bytes_per_s * efficiency("ethernet")
+    matrix = cluster.bandwidth_matrix
+    if matrix is not None:
+        own = [i for i, name in enumerate(matrix.names) if name.split("/")[0] == node.name]
+        others = [i for i in range(len(matrix.names)) if i not in own]
+        out = sum(matrix.bytes_per_s[i][j] for i in own for j in others)
+        into = sum(matrix.bytes_per_s[j][i] for i in own for j in others)
+        rate = min(rate, out, into)
+    return rate
+
+
+# --- The network's bound ---------------------------------------------------------------------------------------------
+
+
+def _network_s(islands: Sequence[_Island], job: Job, work: float, ends: float, once_s: float, least_s: float) -> float:
+    """The least time in which islands can do so much work, no less than `least_s`; see the head of this file."""
+    batch, layers = job.global_batch, job.model.layers
+    enough_s = max(least_s, 2 * batch * max(island.crossing_s for island in islands))
+
+    def too_short(seconds: float) -> bool:
+        return _most_work(islands, seconds, once_s, batch, layers, ends) < work * (1 - 1e-12)
+
+    if not too_short(least_s):
+        return least_s
+    low, high = least_s, enough_s
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_short(middle) else (low, middle)
+    return low
+
+
+def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch: int, layers: int, ends: float) -> float:
+    """The most layers of sequences, ends counted as so many, that islands can do in some seconds."""
+    computing_s = seconds - once_s
+    free = sum(island.rate for island in islands if 2 * batch * island.crossing_s <= seconds) * computing_s
+    tight = Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
+    if not tight:
+        return free
+    # A price above half of all layers buys nothing: each sequence begun or ended saves one crossing, half a visit.
+    prices = np.concatenate([[0.0], np.geomspace(1e-3, (layers + ends) / 2 + 1, PRICES)])
+    best = 0.0
+    by_ends = {
+        some: {island: _shared_work(island, prices, seconds, computing_s, batch, layers, ends, some) for island in tight}
+        for some in (False, True)
+    }
+    for chosen in _ends(tight):
+        shared = by_ends[bool(chosen)]
+        needed = [2 * batch - seconds / island.crossing_s for island in chosen]
+        left = 2 * batch - sum(needed)
+        if left < 0 or (len(chosen) == 2 and any(batch * island.crossing_s > seconds for island in chosen)):
+            continue
+        counts = tight - Counter(chosen)
+        others = np.sum([count * shared[island] for island, count in counts.items()], axis=0) if counts else np.zeros_like(prices)
+        done = sum(island.rate for island in chosen) * computing_s
+        best = max(best, done + float(np.min(others + prices * left)))
+    return free + best
+
+
+def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
+    """None, one or two of the islands that cannot be visited and left by every sequence."""
+    yield ()
+    kinds = list(tight)
+    for i, one in enumerate(kinds):
+        yield (one,)
+        yield from ((one, other) for other in kinds[i:] if other is not one or tight[one] > 1)
+
+
+def _shared_work(
+    island: _Island,
+    prices: Prices,
+    seconds: float,
+    computing_s: float,
+    batch: int,
+    layers: int,
+    ends: float,
+    leave: bool,
+) -> Prices:
+    """At each price of a sequence begun or ended, the most work of an island, less the price, if its layers are all shared.
+
+    With `leave` all sequences also visit another island, so that each visit has a crossing although it begins and ends here.
+    """
+    held = np.arange(layers + 1)
+    left_s = seconds - island.shared_s * held
+    # Of groups that span islands it may have parts: their layers cost as much as two visits, their ends as half a visit.
+    each = np.maximum(np.maximum(held, 0.5) + ends, 2 * ends)
+    most = np.minimum(island.rate * computing_s, batch * (held + ends) + seconds / (4 * island.crossing_s))
+    without = left_s / (2 * island.crossing_s) * each
+    unpaid = np.minimum(most, without)
+    paid = np.minimum(most - unpaid, without if leave else batch * each)
+    gain = np.maximum(0.0, 1 - 2 * prices[:, None] / each)
+    done: Prices = np.max(np.where(left_s >= 0, unpaid + paid * gain, 0.0), axis=1)
+    return done
+
+
+# --- The gap ---------------------------------------------------------------------------------------------------------
+
+
+def gap(bound: Bound, trace: Trace, cluster: Cluster) -> Gap:
+    """The gap of a simulated plan to the bound of its cluster and job, and its parts.
+
+    Raises InputError for a trace of devices that the cluster does not have.
+    """
+    plan, seconds = trace.plan, trace.iteration_s
+    job = plan.job()
+    rates = {
+        kind: 1 / _kind_seconds(cluster, job, kind).layer_s
+        for kind in {device.gpu for device in cluster.devices}
+        if kind.peak(job.precision) is not None
+    }
+    rate = sum(rates.get(device.gpu, 0.0) for device in cluster.devices)
+    spent = _spent(trace, cluster)
+    computing = bubble = network = again = used = 0.0
+    for lane, devices in trace.lanes.items():
+        share = sum(rates.get(cluster.device(name).gpu, 0.0) for name in devices) / rate
+        busy_s, communication_s, idle_s = spent[0][lane]
+        computed_s, recomputed_s = spent[1][lane]
+        computing += share * (computed_s - recomputed_s)
+        network += share * (communication_s + busy_s - computed_s)
+        again += share * recomputed_s
+        bubble += share * idle_s
+        used += share
+    computing += (1 - used) * seconds
+    parts = (
+        (computing, bound.compute_s),
+        (bubble, bound.bubble_s),
+        (network, bound.network_s),
+        (again, bound.recompute_s),
+    )
+    return Gap(1 - bound.iteration_s / seconds, *((lost - least) / seconds for lost, least in parts))
+
+
+def _spent(trace: Trace, cluster: Cluster) -> tuple[Mapping[str, tuple[float, float, float]], Mapping[str, tuple[float, float]]]:
+    """How each lane spent its time, and how long it computed, without collectives, in all and to recompute."""
+    plan = trace.plan
+    bare = replace(
+        plan,
+        pipelines=tuple(
+            replace(pipeline, stages=tuple(replace(stage, recompute="none", recompute_layers=None) for stage in pipeline.stages))
+            for pipeline in plan.pipelines
+        ),
+    )
+    cost, without = ComputeCost(plan, cluster), ComputeCost(bare, cluster)
+    lanes = {lane.name: lane for lane in lanes_of(plan)[0]}
+    computed = dict.fromkeys(lanes, (0.0, 0.0))
+    for span in trace.spans:
+        instruction = span.instruction
+        if isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
+            lane, (all_s, again_s) = lanes[span.lane], computed[span.lane]
+            taken_s = cost.seconds(lane, instruction)
+            computed[span.lane] = all_s + taken_s, again_s + taken_s - without.seconds(lane, instruction)
+    return lane_use(trace), computed

@@ -1,0 +1,311 @@
+"""The lower bound against closed forms worked out by hand, against every plan that anything here makes, and the laws it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+import partition
+from partition.bound import Bound, gap, lower_bound
+from sim.cost.feasibility import infeasible
+from sim.engine import simulate
+from sim.simulation import simulation
+from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink, read_cluster
+from sim.spec.gpu import gpu_kind
+from sim.spec.job import Job
+from sim.spec.judge import Cost, Infeasible
+from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
+from sim.spec.reading import InputError
+from sim.spec.transformer import Moe, Transformer, transformer
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
+from tests.strategies import models, plans, worlds
+from tests.worlds import LOSSLESS, ethernet_cluster, ideal_gpu
+
+PEERS = Path(__file__).parents[2] / "experiments" / "data" / "peer_plans"
+CLOSE = 1 + 1e-9
+
+
+def bound(on: Cluster, work: Job) -> Bound:
+    """The bound, where there is one."""
+    found = lower_bound(on, work)
+    assert isinstance(found, Bound), found
+    parts = found.compute_s + found.bubble_s + found.network_s + found.recompute_s
+    assert found.iteration_s == pytest.approx(parts, rel=1e-12)
+    assert min(found.compute_s, found.bubble_s, found.network_s, found.recompute_s) >= 0
+    return found
+
+
+# --- Closed forms ----------------------------------------------------------------------------------------------------
+
+
+def free_memory(kind: str = "A100-80GB-SXM") -> Node:
+    """A node of one GPU that reaches its peak, and whose memory takes no time."""
+    gpu = replace(ideal_gpu(kind), memory_bandwidth_bytes_per_s=1e30)
+    return Node("a", gpu, 1, Intra("nvlink", 1e30), Nic("ethernet", 1e30))
+
+
+def test_one_gpu_without_overheads_takes_the_flop_over_its_peak() -> None:
+    # A GPT without a window: 6 FLOP per parameter of the matmuls and token, and of 4 s h FLOP a token and layer of attention,
+    # thrice, the half that the causal mask leaves: forward once, and flash attention's backward three times as long.
+    model = Transformer("gpt", layers=3, hidden=256, ffn=1024, heads=4, vocab=1000, activation="gelu")
+    work = Job(model, 128, 16, "bf16")
+    tokens = 16 * 128
+    matmuls = 6 * tokens * (3 * (4 * 256**2 + 2 * 256 * 1024) + 1000 * 256)
+    attention = 4 * tokens * 3 * 4 * 128 * 256 / 2
+    found = bound(Cluster("one", (free_memory(),)), work)
+    assert found.iteration_s == pytest.approx((matmuls + attention) / 312e12, rel=1e-6)
+    assert found.compute_s == pytest.approx(found.iteration_s, rel=1e-12)
+
+
+def test_one_gpu_reaches_the_bound_with_the_whole_batch_at_once_but_for_the_launch_of_its_step() -> None:
+    on = cluster(node("a", "A100-80GB-SXM", 1, "nvlink"))
+    work = job(batch=8)
+    stages = (Stage((Replica(("a/0",), 8),), ((0, 8),)),)
+    plan = Plan("world", TINY, work.sequence_length, 8, (Pipeline(8, 1, stages),), gradient_precision="bf16")
+    took_s = simulate(plan, on).iteration_s
+    assert bound(on, work).iteration_s == pytest.approx(took_s - gpu_kind("A100-80GB-SXM").efficiency.launch_s, rel=1e-12)
+
+
+def test_one_sequence_passes_one_layer_after_the_other() -> None:
+    # Alone on four GPUs it cannot keep them all busy, unless they share each layer, which here no heads allow.
+    model = Transformer("one head", layers=4, hidden=256, ffn=1024, heads=1, vocab=8, activation="gelu")
+    on = Cluster("four", tuple(replace(free_memory(), name=name) for name in "abcd"))
+    work = Job(model, 129, 1, "bf16")  # an odd length, so that no context ranks can share it
+    forward_s = 2 * 129 * (4 * 256**2 + 2 * 256 * 1024) / 312e12
+    attention_s = 4 * 129 * 129 * 256 / 2 / 312e12
+    # Twice through four layers, and through the head; the weight halves may be done elsewhere in the meantime.
+    ends_s = 2 * (2 * 129 * 8 * 256 / 312e12)
+    found = bound(on, work)
+    assert found.iteration_s == pytest.approx(4 * (2 * forward_s + 4 * attention_s) + ends_s, rel=1e-6)
+    assert found.bubble_s > found.compute_s > 0
+
+
+def test_two_nodes_on_a_slow_link_are_as_fast_as_one_alone_and_on_one_that_carries_the_batch_as_two() -> None:
+    model = Transformer("wide", layers=2, hidden=1024, ffn=4096, heads=8, vocab=96)
+    work = Job(model, 128, 32, "bf16")
+    crossing_bytes = 32 * 128 * 1024 * 2  # the activations of the whole batch; all gradients are many times as many bytes
+    alone_s = bound(Cluster("one", (free_memory(),)), work).iteration_s
+
+    def two(bytes_per_s: float) -> Bound:
+        nodes = tuple(replace(free_memory(), name=name, nic=Nic("ethernet", bytes_per_s)) for name in "ab")
+        return bound(Cluster("two", nodes, Fabric(protocol_efficiency=LOSSLESS)), work)
+
+    slow, fast = two(1.0), two(crossing_bytes / (alone_s / 2) * 1.01)
+    assert slow.iteration_s == pytest.approx(alone_s, rel=1e-2)
+    assert slow.network_s == pytest.approx(alone_s / 2, rel=2e-2)
+    assert (fast.iteration_s, fast.network_s) == (pytest.approx(alone_s / 2), 0)
+    # A link that takes three quarters of that time for the whole batch: one cut, or a part of the batch in groups over both.
+    between = two(crossing_bytes / (0.75 * alone_s))
+    assert 0.6 * alone_s < between.iteration_s <= 0.75 * alone_s * CLOSE
+
+
+# --- Bad input and impossible jobs -----------------------------------------------------------------------------------
+
+
+def test_a_model_that_no_plan_can_hold_is_said_to_be_infeasible() -> None:
+    found = lower_bound(mixed(), job(transformer("llama-2-70b")))
+    assert isinstance(found, Infeasible)
+    assert found.reason == "memory" and found.need_bytes and found.have_bytes
+    assert found.need_bytes > 69e9 * 4 and found.have_bytes < 4 * (12 + 24) * 2**30
+
+
+def test_a_precision_that_no_gpu_has_is_infeasible() -> None:
+    found = lower_bound(cluster(node("a", "V100-16GB-SXM", 1, "nvlink")), job())
+    assert isinstance(found, Infeasible) and found.reason == "precision"
+
+
+def test_recomputation_is_counted_where_the_activations_of_one_sequence_do_not_fit() -> None:
+    long = job(replace(SMALL, name="deep", layers=48), sequence_length=65536, batch=2)
+    small, large = cluster(node("a", "RTX3090", 8)), cluster(node("a", "A100-80GB-SXM", 8, "nvlink"))
+    assert bound(large, long).recompute_s == 0
+    found = bound(small, long)
+    # No more than all layers' forwards again, which are at most half of what the rest takes.
+    assert 0 < found.recompute_s < found.compute_s / 2
+
+
+def test_an_unknown_gradient_precision_is_refused() -> None:
+    with pytest.raises(InputError, match="gradient_precision is one of fp32, bf16, but got 'fp8'"):
+        lower_bound(mixed(), job(), "fp8")
+
+
+# --- Below every plan ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def starved_clusters(draw: DrawFn) -> Cluster:
+    """Clusters whose links between nodes, racks and sites may be anything from idle to all that counts."""
+    bytes_per_s = 10.0 ** draw(st.integers(6, 10))
+    count = draw(st.integers(1, 4))
+    sites = draw(st.booleans()) and count > 1
+    nodes = tuple(
+        Node(
+            f"n{i}",
+            ideal_gpu(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090")))),
+            draw(st.sampled_from((1, 1, 2, 4))),
+            Intra("nvlink", 300e9),
+            Nic(draw(st.sampled_from(("ethernet", "roce"))), bytes_per_s * draw(st.sampled_from((1, 2, 5)))),
+            site=("east", "west")[i % 2] if sites else "",
+            rack=None if sites else draw(st.sampled_from((None, "r0"))),
+        )
+        for i in range(count)
+    )
+    fabric = Fabric(0.0, draw(st.sampled_from((1.0, 4.0))), protocol_efficiency=LOSSLESS)
+    return Cluster("starved", nodes, fabric, (WideAreaLink(("east", "west"), bytes_per_s, 0.0),) if sites else ())
+
+
+@st.composite
+def starved_models(draw: DrawFn) -> Transformer:
+    """Models, some with experts, some with narrow embeddings."""
+    model = draw(models())
+    if draw(st.booleans()):
+        model = replace(model, experts=Moe(4, 2, model.hidden))
+    return replace(model, embedding_width=model.hidden // draw(st.sampled_from((1, 4))))
+
+
+@st.composite
+def starved(draw: DrawFn) -> tuple[Cluster, Plan]:
+    """Such a cluster and a plan for such a model, with context parallelism where it goes."""
+    on = draw(starved_clusters())
+    plan = draw(plans(on, draw(starved_models())))
+    if all(len(replica.devices) % 2 == 0 for _, _, _, replica in plan.replicas()):
+        plan = replace(plan, context_parallel=draw(st.sampled_from((1, 2))))
+    return on, plan
+
+
+def check(on: Cluster, plan: Plan) -> None:
+    """Simulates a plan, whether it fits in memory or not, and compares."""
+    try:
+        trace = simulate(plan, on)
+    except InputError:
+        return  # what the compiler refuses
+    least = bound(on, plan.job())
+    assert least.iteration_s - least.recompute_s <= trace.iteration_s * CLOSE
+    if infeasible(plan, on) is None:
+        assert least.iteration_s <= trace.iteration_s * CLOSE
+    found = gap(least, trace, on)
+    assert found.total == pytest.approx(1 - least.iteration_s / trace.iteration_s, rel=1e-9)
+    assert found.compute + found.bubble + found.network + found.recompute == pytest.approx(found.total, abs=1e-9)
+    assert found.recompute >= -least.recompute_s / trace.iteration_s - 1e-12
+    assert found.compute >= -1e-12
+
+
+@settings(max_examples=30, deadline=None)
+@given(worlds())
+def test_the_bound_is_below_random_plans(world: tuple[Cluster, Plan]) -> None:
+    check(*world)
+
+
+@settings(max_examples=30, deadline=None)
+@given(starved())
+def test_the_bound_is_below_random_plans_where_links_are_slow(world: tuple[Cluster, Plan]) -> None:
+    check(*world)
+
+
+@pytest.mark.parametrize("planner", ["random", "megatron", "flashflex"])
+@pytest.mark.parametrize("gbit", [0.1, 10])
+def test_the_bound_is_below_what_planners_find(planner: str, gbit: float) -> None:
+    on = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX3080Ti", 2))
+    on = replace(on, nodes=tuple(replace(n, nic=Nic("ethernet", gbit * 0.125e9)) for n in on.nodes))
+    work = job(batch=8)
+    found = partition.plan(on, work, planner, budget_s=5)
+    assert found.cost is not None
+    assert bound(on, work).iteration_s <= found.cost.iteration_s * CLOSE
+
+
+@pytest.mark.parametrize("mbit", [100, 1_000, 10_000])
+def test_the_bound_is_below_the_optimum_of_an_exhaustive_search(mbit: int) -> None:
+    on = cluster(node("a", "A100-40GB-SXM", 1, "nvlink"), node("b", "RTX4090", 2))
+    on = replace(on, nodes=tuple(replace(n, nic=Nic("ethernet", mbit * 0.125e6)) for n in on.nodes))
+    work = job(replace(TINY, name="shallow", layers=4), batch=8)
+    found = partition.plan(on, work, "exhaustive", budget_s=60)
+    assert found.cost is not None and found.stopped == "finished"
+    assert bound(on, work).iteration_s <= found.cost.iteration_s * CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(PEERS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_bound_is_below_the_plans_of_published_programs(path: Path) -> None:
+    plan = read_plan(path)
+    check(read_cluster(PEERS / f"{plan.cluster}.yaml"), plan)
+
+
+# --- Laws ------------------------------------------------------------------------------------------------------------
+
+
+def jobs() -> SearchStrategy[tuple[Cluster, Job]]:
+    """Such clusters with jobs for them."""
+    length, batch = st.sampled_from((16, 128, 1024)), st.integers(1, 64)
+    work = st.builds(Job, starved_models(), length, batch, st.sampled_from(("fp16", "fp32")))
+    return st.tuples(starved_clusters(), work)
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.data())
+def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: st.DataObject) -> None:
+    on, work = world
+    at = data.draw(st.integers(0, len(on.nodes) - 1))
+    chosen = on.nodes[at]
+    more = replace(on, nodes=(*on.nodes[:at], replace(chosen, gpus=chosen.gpus + 1), *on.nodes[at + 1 :]))
+    another = replace(on, nodes=(*on.nodes, replace(chosen, name="another", gpu=ideal_gpu("V100-16GB-SXM"))))
+    least = bound(on, work).iteration_s
+    assert bound(more, work).iteration_s <= least * CLOSE
+    assert bound(another, work).iteration_s <= least * CLOSE
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.sampled_from((1.1, 3.0, 100.0)))
+def test_faster_links_never_raise_it(world: tuple[Cluster, Job], factor: float) -> None:
+    on, work = world
+    nodes = tuple(
+        replace(n, nic=replace(n.nic, bandwidth_bytes_per_s=n.nic.bandwidth_bytes_per_s * factor)) for n in on.nodes if n.nic
+    )
+    wan = tuple(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor) for link in on.wan)
+    assert bound(replace(on, nodes=nodes, wan=wan), work).iteration_s <= bound(on, work).iteration_s * CLOSE
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.integers(1, 40))
+def test_a_larger_batch_never_lowers_it(world: tuple[Cluster, Job], more: int) -> None:
+    on, work = world
+    larger = replace(work, global_batch=work.global_batch + more)
+    assert bound(on, larger).iteration_s >= bound(on, work).iteration_s / CLOSE
+
+
+def test_gradients_in_fp32_never_lower_it() -> None:
+    on, work = ethernet_cluster([2, 2, 2], 1e9), job(batch=256)
+    any_, bf16, fp32 = (lower_bound(on, work, precision) for precision in (None, "bf16", "fp32"))
+    assert any_ == bf16
+    assert isinstance(bf16, Bound) and isinstance(fp32, Bound) and fp32.iteration_s > bf16.iteration_s
+
+
+# --- The gap ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_gap_are_where_a_plan_loses_time() -> None:
+    on = cluster(node("a", "A100-80GB-SXM", 2, "nvlink"))
+    work = job(batch=2)
+    least = bound(on, work)
+
+    def lost(*stages: Stage, micro_batches: int = 2, **fields: str) -> dict[str, float]:
+        plan = Plan("world", TINY, work.sequence_length, 2, (Pipeline(2 // micro_batches, micro_batches, stages),), **fields)
+        trace = simulate(plan, on)
+        verdict = simulation(on, work)(plan)
+        assert isinstance(verdict, Cost) and verdict.iteration_s == trace.iteration_s
+        return vars(gap(least, trace, on))
+
+    one = (Replica(("a/0",), 1),)
+    alone = lost(Stage((Replica(("a/0",), 1),), ((0, 8),)))
+    assert alone["compute"] == pytest.approx(alone["total"])  # half of the cluster stands by
+    assert alone["compute"] > 0.5
+    recomputed = lost(Stage(one, ((0, 8),), "full"))
+    # A GPU counts half: a third of the six sevenths or so of its time that are layers' and not the optimizer's.
+    assert 0.05 < recomputed["recompute"] < 1 / 6 and alone["recompute"] == 0
+    piped = lost(Stage(one, ((0, 4),)), Stage((Replica(("a/1",), 1),), ((4, 8),)))
+    assert piped["bubble"] == max(piped["bubble"], piped["compute"], piped["network"], piped["recompute"])
+    tensor = lost(Stage((Replica(("a/0", "a/1"), 1),), ((0, 8),)))
+    assert tensor["network"] > 0 == tensor["recompute"]
