@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from partition.objective import Ledger, Missed, Objective, Outlay, dominates, pools
+from partition.parallel import side_by_side
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.judge import Cost, Infeasible, Judge, Verdict
+from sim.spec.judge import Cost, Forecast, Infeasible, Judge, Verdict
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError, nearest
 
@@ -107,7 +108,19 @@ class Search:
         self.check_budget()
         if plan in self._verdicts:
             return self._verdicts[plan]
-        verdict = self.judge(plan)
+        return self._note(plan, self.judge(plan))
+
+    def consider_all(self, plans: Sequence[Plan]) -> list[Verdict]:
+        """As `consider`, of several plans; a judge that only forecasts works on them in as many processes as there are cores."""
+        if isinstance(self.judge, Forecast):
+            self.check_budget()
+            new = [plan for plan in dict.fromkeys(plans) if plan not in self._verdicts]
+            for plan, verdict in zip(new, side_by_side(self.judge, new, self.check_budget), strict=True):
+                self._note(plan, verdict)
+        return [self.consider(plan) for plan in plans]
+
+    def _note(self, plan: Plan, verdict: Verdict) -> Verdict:
+        """Takes a verdict down, and the plan as the best one if it is better."""
         if len(self._verdicts) >= MOST_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]
         self._verdicts[plan] = verdict

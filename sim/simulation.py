@@ -8,12 +8,12 @@ from sim.engine import simulate
 from sim.metrics import cost, report
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.judge import Infeasible, Judge, Verdict
+from sim.spec.judge import Forecast, Infeasible, Verdict
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
 
-def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Judge:
+def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Forecast:
     """The judge that simulates plans of one job on one cluster. Raises InputError for the plan of another job."""
     network = Network(cluster)  # its paths serve every plan
 
@@ -25,4 +25,4 @@ def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Judge:
             return reason
         return cost(report(simulate(plan, cluster, seed=seed, network=network), cluster))
 
-    return judge
+    return Forecast(judge)

@@ -43,7 +43,7 @@ from sim.spec.compile import compile_plan, lane_instructions, lanes_of
 from sim.spec.counts import model_flop
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
-from sim.spec.judge import Cost, Infeasible, Judge, Verdict
+from sim.spec.judge import Cost, Forecast, Infeasible, Verdict
 from sim.spec.plan import LayerRange, Plan
 from sim.spec.program import (
     Backward,
@@ -75,7 +75,7 @@ SEND_TYPES = (SendActivation, SendGradient)
 COLLECTIVE_TYPES = (ReduceGradients, GatherParameters)
 
 
-def estimation(cluster: Cluster, job: Job) -> Judge:
+def estimation(cluster: Cluster, job: Job) -> Forecast:
     """The judge that estimates plans of one job on one cluster. Raises InputError for the plan of another job."""
     network = Network(cluster)  # its paths serve every plan
 
@@ -87,7 +87,7 @@ def estimation(cluster: Cluster, job: Job) -> Judge:
             return reason
         return Estimate(plan, cluster, network).cost()
 
-    return judge
+    return Forecast(judge)
 
 
 # --- What is under way -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -50,3 +50,14 @@ class Judge(Protocol):
     def __call__(self, plan: Plan) -> Verdict:
         """What an iteration of the plan costs, or why it cannot run."""
         ...
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A judge whose verdicts depend on the plan alone, and that leaves no trace: several processes may ask it side by side."""
+
+    verdict: Callable[[Plan], Verdict]
+
+    def __call__(self, plan: Plan) -> Verdict:
+        """What an iteration of the plan costs, or why it cannot run."""
+        return self.verdict(plan)

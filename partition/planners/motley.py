@@ -1,0 +1,678 @@
+"""Motley's own planner: annealing over whole layouts under the fast judge, the simulation judging the finalists.
+
+A layout says which groups of GPUs are the stages of which pipeline, in which order. From it follow, by exact rules, the cut of
+the layers under memory limits, what each stage recomputes (`partition.assembly`), and the split of the batch over pipelines
+by their speed. So the search is over layouts alone:
+
+    1  Starts: every way to deal the nodes, in the order of the path whose slowest link is fastest, to equal pipelines: all nodes
+       together, by kind of GPU, by METIS parts of the graph of devices, node by node, group by group; for every degree.
+    2  Annealing from the best of them: groups split, join, move, swap, turn, leave and come back; pipelines join, divide, are
+       dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way to a better one.
+    3  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
+    4  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
+
+The fast judge is `sim.cost.estimates`. Leaving slow GPUs out is a legal answer. Left out: groups that span nodes, stages whose
+replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from partition.assembly import Assembly, Groups
+from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, usable_nodes
+from partition.graph import DeviceGraph
+from partition.parallel import cores, side_by_side
+from partition.pricing import Pricing
+from partition.room import Room
+from partition.search import BudgetSpent, Search, register
+from sim.cost.feasibility import infeasible
+from sim.spec.cluster import Node
+from sim.spec.plan import Plan, Stage
+
+MICRO_BATCHES = (1, 2, 4, 8)
+
+STEPS_OF_GPUS = 48_000
+"""Steps of a walk times the cluster's GPUs; so much is the most that a search thinks, whatever its budget."""
+
+FEWEST_STEPS, MOST_STEPS = 200, 3_000
+
+WARM, COLD = 0.03, 0.001
+"""Temperatures at the begin and the end of annealing: a layout that takes longer by this fraction is accepted one time in e."""
+
+GENERATIONS, WALKS = 2, 4
+"""How often annealing begins anew, and from how many of the best layouts of different shapes."""
+
+MOST_MET = 40
+"""So many layouts of different shapes are told of each walk."""
+
+SHARE_OF_BUDGET = 0.6
+"""Of the budget, what starts and annealing may take; the rest is for tuning and for the judge."""
+
+FINALISTS = 24
+
+TUNINGS, POLISHED = 60, 200
+"""The most improvements of a finalist by the fast judge, and the most changes of the best one that the judge is asked for."""
+
+FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages' tensor-parallel groups of all pipelines, in stage order, and what holds for all of them."""
+
+    pipelines: tuple[Groups, ...]
+    micro_batch: int
+    settings: Settings
+
+
+Pipes: TypeAlias = list[list[tuple[str, ...]]]
+"""A layout's pipelines while a move changes them."""
+
+
+@register("motley")
+def motley(search: Search) -> None:
+    """Anneals layouts under the fast judge, tunes the best of different shapes, and has the finalists judged."""
+    nodes = usable_nodes(search)
+    if not nodes:
+        return
+    hunt = _Hunt(search, nodes)
+    hunt.run()
+    if not hunt.found:
+        reject(search, hunt.graph.devices)
+
+
+class _Hunt:
+    """One search: what is known of layouts, and the best of each shape."""
+
+    def __init__(self, search: Search, nodes: Sequence[Node]) -> None:
+        self.search, self.job, self.rng = search, search.job, search.rng
+        self.nodes = {node.name: node for node in nodes}
+        self.pricing = Pricing(search.cluster, search.job)
+        self.assembly = Assembly(search.cluster, search.job, self.pricing)
+        self.graph = DeviceGraph(self.pricing.network, nodes)
+        self.room = Room(search.cluster, search.job)
+        self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
+        self.node = {device.name: device.node.name for device in search.cluster.devices}
+        self.speed = {name: search.cluster.device(name).gpu.peak(self.job.precision) or 0.0 for name in self.graph.devices}
+        self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
+        self.known: dict[Layout, float] = {}
+        self.found: dict[object, tuple[float, Layout, Draft]] = {}
+        """The best layout of each shape."""
+        self.steps = min(max(FEWEST_STEPS, STEPS_OF_GPUS // len(self.graph.devices)), MOST_STEPS)
+
+    def run(self) -> None:
+        """The whole search; see the head of this file."""
+        until_s = SHARE_OF_BUDGET * self.search.budget_s
+        for start in self.starts():
+            self.score_s(start)
+            if self.search.elapsed_s > until_s / 3:
+                break
+        self.judge(1)
+        for generation in range(GENERATIONS):
+            if self.search.elapsed_s > until_s or not self.found:
+                break
+            walks = [
+                (layout, [self.search.seed, generation, n], until_s * (generation + 1) / GENERATIONS)
+                for n, (_, layout, _) in enumerate(self.ranked()[:WALKS])
+            ]
+            for found in side_by_side(self.walk, walks, self.search.check_budget):
+                for entry in found:
+                    self._keep(*entry)
+        self.finish()
+
+    def walk(self, task: tuple[Layout, list[int], float]) -> list[tuple[float, Layout, Draft]]:
+        """The best layouts of all shapes that annealing met on its way from one."""
+        layout, seed, until_s = task
+        self.rng = np.random.default_rng(seed)
+        with suppress(BudgetSpent):  # what it has met counts
+            self.anneal(layout, self.steps, until_s)
+        return self.ranked()[:MOST_MET]
+
+    # --- Scores ---
+
+    def score_s(self, layout: Layout) -> float:
+        """Seconds of an iteration of the layout by the fast judge; infinite where it cannot be cut so that it fits."""
+        known = self.known.get(layout)
+        if known is None:
+            self.search.check_budget()
+            known = math.inf
+            draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
+            if draft is not None:
+                known = self.draft_s(draft, layout.settings)
+                if known < math.inf:
+                    self._keep(known, layout, draft)
+            self.known[layout] = known
+        return known
+
+    def draft_s(self, draft: Draft, settings: Settings) -> float:
+        """Seconds of an iteration of a draft by the fast judge."""
+        return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
+
+    def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
+        shape = self._shape(layout)
+        if shape not in self.found or seconds < self.found[shape][0]:
+            self.found[shape] = seconds, layout, draft
+
+    def _shape(self, layout: Layout) -> object:
+        """What makes layouts alike enough that only the best of them is a finalist."""
+        pipes = sorted((len(pipe), sum(map(len, pipe))) for pipe in layout.pipelines)
+        return tuple(pipes), layout.micro_batch, layout.settings
+
+    def ranked(self) -> list[tuple[float, Layout, Draft]]:
+        """The best layouts of all shapes, the fastest first."""
+        return sorted(self.found.values(), key=lambda entry: entry[0])
+
+    # --- Starts ---
+
+    def starts(self) -> Iterator[Layout]:
+        """Layouts to begin with, each once."""
+        seen = set()
+        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0]
+        for pipes in self._dealt():
+            for size in sizes[:2]:
+                if len(pipes) * size <= self.job.global_batch:
+                    for schedule in ("1f1b", "eager-1f1b"):
+                        layout = Layout(pipes, size, Settings(schedule))
+                        if layout not in seen:
+                            seen.add(layout)
+                            yield layout
+
+    def _dealt(self) -> Iterator[tuple[Groups, ...]]:
+        """Pipelines of groups of one degree, dealt from teams of nodes."""
+        most = max(node.gpus for node in self.nodes.values())
+        widths = [degree for degree in degrees(self.job, most) if degree & (degree - 1) == 0] or [1]
+        for teams in self._teams():
+            for degree in widths:
+                grouped = [[self._groups(names, degree) for names in team] for team in teams]
+                for twins in self._twins(max(sum(map(len, team)) for team in grouped)):
+                    pipes = [pipe for team in grouped for pipe in _deal(team, twins)]
+                    if all(len(pipe) <= self.job.model.layers for pipe in pipes):
+                        yield tuple(pipes)
+
+    def _twins(self, groups: int) -> list[int]:
+        """Numbers of equal pipelines to deal so many groups to."""
+        return [n for n in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, groups}) if n <= groups]
+
+    def _teams(self) -> Iterator[list[list[list[str]]]]:
+        """Teams of nodes' devices, each in path order: all, by kind, the fastest kinds alone, by METIS, node by node."""
+        devices = self.graph.devices
+        by_kind: dict[str, list[str]] = {}
+        by_node: dict[str, list[str]] = {}
+        for name in devices:
+            by_kind.setdefault(self.kind[name], []).append(name)
+            by_node.setdefault(self.node[name], []).append(name)
+        groupings = [[devices], list(by_kind.values()), list(by_node.values())]
+        kinds = sorted(by_kind, key=lambda kind: -self.speed[by_kind[kind][0]])
+        for count in range(1, len(kinds)):
+            fastest = [name for kind in kinds[:count] for name in by_kind[kind]]
+            groupings += [[fastest], [by_kind[kind] for kind in kinds[:count]]]
+        for parts in (2, 3, 4, 8):
+            if parts < len(by_node):
+                for weight in (self.speed, self.memory):
+                    groupings.append(self.graph.partition(devices, parts, [weight[n] for n in devices], self.search.seed))
+        seen: list[list[list[list[str]]]] = []
+        for grouping in groupings:
+            teams = [self._in_path_order(names) for names in grouping]
+            if teams not in seen:
+                seen.append(teams)
+                yield teams
+
+    def _in_path_order(self, devices: Sequence[str]) -> list[list[str]]:
+        """Devices by node, along the path whose slowest link is fastest, nodes with more memory first."""
+        by_node: dict[str, list[str]] = {}
+        for name in devices:
+            by_node.setdefault(self.node[name], []).append(name)
+        weight = {node: sum(self.memory[name] for name in names) for node, names in by_node.items()}
+        return [by_node[node] for node in self.graph.path(list(by_node), weight)]
+
+    def _groups(self, names: Sequence[str], degree: int) -> list[tuple[str, ...]]:
+        """A node's devices in groups of this degree, or of the largest below it that its number of devices allows."""
+        allowed = max(d for d in degrees(self.job, len(names)) if d <= degree)
+        return self.graph.tensor_groups(names, allowed, self.search.seed)
+
+    # --- Annealing ---
+
+    def anneal(self, layout: Layout, steps: int, until_s: float) -> None:
+        """Walks from a layout by random moves; worse ones are accepted the less often the colder it is."""
+        at_s = self.score_s(layout)
+        for step in range(steps):
+            if self.search.elapsed_s > until_s:
+                return
+            heat = WARM * (COLD / WARM) ** (step / steps)
+            changed = self.moved(layout)
+            if changed is None:
+                continue
+            changed_s = self.score_s(changed)
+            if changed_s < math.inf and math.log(changed_s / at_s) < heat * -math.log(1 - self.rng.random()):
+                layout, at_s = changed, changed_s
+
+    def moved(self, layout: Layout) -> Layout | None:
+        """The layout after a random move; None where that move is not possible."""
+        if self.rng.random() < 0.1:
+            return self._reset(layout)
+        pipes: Pipes = [list(pipe) for pipe in layout.pipelines]
+        move = self._MOVES[self._draw(len(self._MOVES))]
+        if not move(self, pipes):
+            return None
+        pipes = [pipe for pipe in pipes if pipe]
+        if not pipes or any(len(pipe) > self.job.model.layers for pipe in pipes):
+            return None
+        return replace(layout, pipelines=tuple(tuple(pipe) for pipe in pipes))
+
+    def _draw(self, count: int) -> int:
+        return int(self.rng.integers(count))
+
+    def _reset(self, layout: Layout) -> Layout:
+        """The layout with another micro-batch, or other settings."""
+        settings = layout.settings
+        choice = self._draw(5)
+        if choice == 4:
+            other = "1f1b" if settings.schedule == "eager-1f1b" else "eager-1f1b"
+            return replace(layout, settings=replace(settings, schedule=other))
+        if choice == 0:
+            return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
+        if choice == 1:
+            return replace(layout, settings=replace(settings, zero_stage=1 - settings.zero_stage))
+        return replace(layout, micro_batch=MICRO_BATCHES[self._draw(len(MICRO_BATCHES))])
+
+    def _some(self, pipes: Pipes) -> list[int]:
+        """A random pipeline, alone or with all that are alike."""
+        chosen = self._draw(len(pipes))
+        if self.rng.random() < 0.3:
+            return [chosen]
+        sign = self._sign(pipes[chosen])
+        return [p for p, pipe in enumerate(pipes) if self._sign(pipe) == sign]
+
+    def _sign(self, pipe: Sequence[tuple[str, ...]]) -> object:
+        return tuple((self.kind[group[0]], len(group)) for group in pipe)
+
+    def _split(self, pipes: Pipes) -> bool:
+        """A group becomes two stages of half its degree."""
+        chosen = self._some(pipes)
+        i = self._draw(len(pipes[chosen[0]]))
+        half, rest = divmod(len(pipes[chosen[0]][i]), 2)
+        if rest or not half or not fits_heads(self.job, half):
+            return False
+        for p in chosen:
+            group = pipes[p][i]
+            pipes[p][i : i + 1] = [group[:half], group[half:]]
+        return True
+
+    def _join(self, pipes: Pipes) -> bool:
+        """Two neighbouring stages of one node become one of both their degrees."""
+        chosen = self._some(pipes)
+        first = pipes[chosen[0]]
+        if len(first) < 2:
+            return False
+        i = self._draw(len(first) - 1)
+        if not fits_heads(self.job, len(first[i]) + len(first[i + 1])):
+            return False
+        if any(self.node[pipes[p][i][0]] != self.node[pipes[p][i + 1][0]] for p in chosen):
+            return False
+        for p in chosen:
+            pipes[p][i : i + 2] = [pipes[p][i] + pipes[p][i + 1]]
+        return True
+
+    def _regroup(self, pipes: Pipes) -> bool:
+        """All stages of one kind of GPU get another degree: runs of groups on one node are grouped anew."""
+        chosen = self._some(pipes)
+        kinds = sorted({self.kind[group[0]] for group in pipes[chosen[0]]})
+        kind = kinds[self._draw(len(kinds))]
+        degree = 1 << self._draw(4)
+        for p in chosen:
+            made: list[tuple[str, ...]] = []
+            run: list[tuple[str, ...]] = []
+            for group in [*pipes[p], ()]:
+                if run and (not group or self.node[group[0]] != self.node[run[0][0]]):
+                    names = [name for one in run for name in one]
+                    if self.kind[names[0]] != kind:
+                        made += run
+                    elif len(names) % degree or not fits_heads(self.job, degree):
+                        return False
+                    else:
+                        made += [tuple(names[a : a + degree]) for a in range(0, len(names), degree)]
+                    run = []
+                if group:
+                    run.append(group)
+            pipes[p] = made
+        return True
+
+    def _turn(self, pipes: Pipes) -> bool:
+        """A part of the stages in the other order."""
+        chosen = self._some(pipes)
+        count = len(pipes[chosen[0]])
+        a, b = sorted((self._draw(count + 1), self._draw(count + 1)))
+        if b - a < 2:
+            a, b = 0, count
+        for p in chosen:
+            pipes[p][a:b] = pipes[p][a:b][::-1]
+        return count > 1
+
+    def _shift(self, pipes: Pipes) -> bool:
+        """A run of stages goes to another place in its pipeline."""
+        chosen = self._some(pipes)
+        count = len(pipes[chosen[0]])
+        if count < 2:
+            return False
+        a = self._draw(count)
+        b = min(count, a + 1 + self._draw(4))
+        to = self._draw(count - (b - a) + 1)
+        for p in chosen:
+            run = pipes[p][a:b]
+            rest = pipes[p][:a] + pipes[p][b:]
+            pipes[p] = rest[:to] + run + rest[to:]
+        return True
+
+    def _drop(self, pipes: Pipes) -> bool:
+        """A stage's GPUs are left out."""
+        chosen = self._some(pipes)
+        i = self._draw(len(pipes[chosen[0]]))
+        for p in chosen:
+            del pipes[p][i]
+        return True
+
+    def _take(self, pipes: Pipes) -> bool:
+        """GPUs that were left out become a stage somewhere, or a pipeline."""
+        used = {name for pipe in pipes for group in pipe for name in group}
+        by_node: dict[str, list[str]] = {}
+        for name in self.graph.devices:
+            if name not in used:
+                by_node.setdefault(self.node[name], []).append(name)
+        if not by_node:
+            return False
+        left = list(by_node.values())
+        names = left[self._draw(len(left))]
+        allowed = degrees(self.job, len(names))
+        degree = allowed[self._draw(len(allowed))]
+        groups = [tuple(names[a : a + degree]) for a in range(0, len(names) - degree + 1, degree)]
+        if self.rng.random() < 0.2:
+            pipes.append(groups)
+            return True
+        for group in groups[: 1 + self._draw(len(groups))]:
+            pipe = pipes[self._draw(len(pipes))]
+            at = [i for i, other in enumerate(pipe) if self.node[other[0]] == self.node[group[0]]]
+            pipe.insert(at[0] if at else self._draw(len(pipe) + 1), group)
+        return True
+
+    def _two(self, pipes: Pipes) -> tuple[list[int], list[int]] | None:
+        """Two pipelines, or two families of pipelines that are alike, pair by pair; None where there are none."""
+        if len(pipes) < 2:
+            return None
+        ones, others = self._some(pipes), self._some(pipes)
+        if ones == others:
+            half = len(ones) // 2
+            return (ones[:half], ones[half : 2 * half]) if half else None
+        others = [p for p in others if p not in ones]
+        count = min(len(ones), len(others))
+        return (ones[:count], others[:count]) if count else None
+
+    def _give(self, pipes: Pipes) -> bool:
+        """A stage goes to another pipeline, next to a stage on its node if there is one."""
+        pairs = self._two(pipes)
+        if pairs is None:
+            return False
+        i = self._draw(len(pipes[pairs[0][0]]))
+        for p, q in zip(*pairs, strict=True):
+            if i >= len(pipes[p]):
+                return False
+            group = pipes[p].pop(i)
+            at = [k for k, other in enumerate(pipes[q]) if self.node[other[0]] == self.node[group[0]]]
+            pipes[q].insert(at[self._draw(len(at))] if at else self._draw(len(pipes[q]) + 1), group)
+        return True
+
+    def _swap(self, pipes: Pipes) -> bool:
+        """Stages of two pipelines change places."""
+        pairs = self._two(pipes)
+        if pairs is None:
+            return False
+        i, j = self._draw(len(pipes[pairs[0][0]])), self._draw(len(pipes[pairs[1][0]]))
+        for p, q in zip(*pairs, strict=True):
+            if i >= len(pipes[p]) or j >= len(pipes[q]):
+                return False
+            pipes[p][i], pipes[q][j] = pipes[q][j], pipes[p][i]
+        return True
+
+    def _chain(self, pipes: Pipes) -> bool:
+        """Two pipelines become one: one after the other, or their stages node by node."""
+        pairs = self._two(pipes)
+        if pairs is None:
+            return False
+        by_node = self.rng.random() < 0.5
+        for p, q in zip(*pairs, strict=True):
+            joined = pipes[p] + pipes[q]
+            if by_node:
+                nodes = list(dict.fromkeys(self.node[group[0]] for group in joined))
+                joined.sort(key=lambda group: nodes.index(self.node[group[0]]))
+            pipes[p], pipes[q] = joined, []
+        return True
+
+    def _divide(self, pipes: Pipes) -> bool:
+        """A pipeline becomes two: dealt in turn, so that each has a half of every node, or cut at one place."""
+        chosen = self._some(pipes)
+        count = len(pipes[chosen[0]])
+        if count < 2:
+            return False
+        at = 1 + self._draw(count - 1)
+        dealt = self.rng.random() < 0.7
+        for p in chosen:
+            if dealt:
+                runs: list[list[tuple[str, ...]]] = []
+                for group in pipes[p]:
+                    if runs and self.node[runs[-1][0][0]] == self.node[group[0]]:
+                        runs[-1].append(group)
+                    else:
+                        runs.append([group])
+                one, other = (list(pipe) for pipe in (*_deal(runs, 2), (), ())[:2])
+            else:
+                one, other = pipes[p][:at], pipes[p][at:]
+            pipes[p] = one
+            pipes.append(other)
+        return True
+
+    def _halve(self, pipes: Pipes) -> bool:
+        """A pipeline becomes two with the same stages, each of a half of every group."""
+        chosen = self._some(pipes)
+        sizes = {len(group) for group in pipes[chosen[0]]}
+        if any(size % 2 or not fits_heads(self.job, size // 2) for size in sizes):
+            return False
+        for p in chosen:
+            pipes.append([group[len(group) // 2 :] for group in pipes[p]])
+            pipes[p] = [group[: len(group) // 2] for group in pipes[p]]
+        return True
+
+    def _fuse(self, pipes: Pipes) -> bool:
+        """Two pipelines with stages on the same nodes become one of both their degrees."""
+        pairs = self._two(pipes)
+        if pairs is None:
+            return False
+        for p, q in zip(*pairs, strict=True):
+            one, other = pipes[p], pipes[q]
+            if [self.node[group[0]] for group in one] != [self.node[group[0]] for group in other]:
+                return False
+            made = [a + b for a, b in zip(one, other, strict=True)]
+            if not all(fits_heads(self.job, len(group)) for group in made):
+                return False
+            pipes[p], pipes[q] = made, []
+        return True
+
+    _MOVES: tuple[Callable[[_Hunt, Pipes], bool], ...] = (
+        _split,
+        _join,
+        _regroup,
+        _turn,
+        _shift,
+        _shift,
+        _drop,
+        _take,
+        _take,
+        _give,
+        _give,
+        _swap,
+        _swap,
+        _chain,
+        _divide,
+        _halve,
+        _fuse,
+    )
+
+    # --- The end ---
+
+    def judge(self, most: int) -> None:
+        """Has the best layouts so far judged; the first of them before all else, so that a search that is cut has an answer."""
+        for _, layout, draft in self.ranked()[:most]:
+            self.judged([(draft, layout.settings)])
+
+    def finish(self) -> None:
+        """Tunes the best of each shape under the fast judge, has them judged, and tunes the best under the judge."""
+        entries = self.ranked()[:FINALISTS]
+        tuned = list(side_by_side(self._tuned_entry, entries, self.search.check_budget))
+        tuned.sort(key=lambda entry: entry[0])
+        best: tuple[float, Draft, Settings] | None = None
+        size = 2 * cores()
+        for at in range(0, len(tuned), size):
+            batch = [(draft, settings) for _, draft, settings in tuned[at : at + size]]
+            for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
+                if best is None or judged_s < best[0]:
+                    best = judged_s, draft, settings
+            if best is not None and at + size < len(tuned) and tuned[at + size][0] > SLACK * best[0]:
+                break
+        if best is None or best[0] == math.inf:
+            return
+        others = [(best[1], replace(best[2], schedule=schedule)) for schedule in FINAL_SCHEDULES]
+        for judged_s, (draft, settings) in zip(self.judged(others), others, strict=True):
+            if judged_s < best[0]:
+                best = judged_s, draft, settings
+        self.polish(*best)
+
+    def _tuned_entry(self, entry: tuple[float, Layout, Draft]) -> tuple[float, Draft, Settings]:
+        """A finalist tuned under the fast judge."""
+        seconds, layout, draft = entry
+        self.rng = np.random.default_rng(self.search.seed)
+        for _ in range(TUNINGS):
+            for changed in self._variants(draft):
+                changed_s = self.draft_s(changed, layout.settings)
+                if changed_s < seconds * (1 - 1e-6):
+                    draft, seconds = changed, changed_s
+                    break
+            else:
+                break
+        return seconds, draft, layout.settings
+
+    def polish(self, seconds: float, draft: Draft, settings: Settings) -> None:
+        """Has changes of the best draft's cuts and of its batch's split judged, several side by side, while they help."""
+        size, left = 2 * cores(), POLISHED
+        better = True
+        while better and left > 0:
+            better = False
+            variants = list(self._variants(draft))
+            for at in range(0, len(variants), size):
+                batch = [(changed, settings) for changed in variants[at : at + size]]
+                found = list(zip(self.judged(batch), batch, strict=True))
+                left -= size
+                changed_s, (changed, _) = min(found, key=lambda entry: entry[0])
+                if changed_s < seconds * (1 - 1e-6):
+                    draft, seconds, better = changed, changed_s, True
+                    break
+                if left <= 0:
+                    break
+
+    def judged(self, drafts: Sequence[tuple[Draft, Settings]]) -> list[float]:
+        """Seconds of iterations by the search's judge; infinite where a draft cannot run."""
+        plans: list[Plan | None] = []
+        for draft, settings in drafts:
+            plan = make_plan(self.search.cluster, self.job, draft, settings)
+            reason = infeasible(plan, self.search.cluster)
+            if reason is not None:
+                self.search.reject(plan, reason)
+            plans.append(None if reason is not None else plan)
+        verdicts = iter(self.search.consider_all([plan for plan in plans if plan is not None]))
+        return [math.inf if one is None else getattr(next(verdicts), "iteration_s", math.inf) for one in plans]
+
+    def _variants(self, draft: Draft) -> Iterator[Draft]:
+        """The draft with a layer moved between two stages of pipelines that are alike, or a micro-batch between pipelines."""
+        families: dict[object, list[int]] = {}
+        for p, pipeline in enumerate(draft):
+            sign = tuple((self.kind[s.replicas[0].devices[0]], len(s.replicas[0].devices), s.layers) for s in pipeline.stages)
+            families.setdefault((sign, pipeline.micro_batch), []).append(p)
+        for members in families.values():
+            stages = draft[members[0]].stages
+            order = self.rng.permutation(len(stages) ** 2)
+            for n in order:
+                giver, taker = divmod(int(n), len(stages))
+                if giver == taker or stages[giver].layer_count < 2:
+                    continue
+                made = list(draft)
+                for p in members:
+                    made[p] = replace(draft[p], stages=_moved_layer(draft[p].stages, giver, taker))
+                yield tuple(made)
+            for n in range(len(stages)):
+                for changed in _recomputed(stages[n]):
+                    made = list(draft)
+                    for p in members:
+                        own = draft[p].stages
+                        made[p] = replace(draft[p], stages=(*own[:n], _like(own[n], changed), *own[n + 1 :]))
+                    yield tuple(made)
+        groups = list(families.values())
+        for ones in groups:
+            for others in groups:
+                p, q = ones[0], others[-1]
+                if p != q and draft[p].micro_batch == draft[q].micro_batch and draft[p].micro_batches > 1:
+                    made = list(draft)
+                    made[p] = replace(draft[p], micro_batches=draft[p].micro_batches - 1)
+                    made[q] = replace(draft[q], micro_batches=draft[q].micro_batches + 1)
+                    yield tuple(made)
+
+
+def _deal(runs: Sequence[Sequence[tuple[str, ...]]], twins: int) -> list[Groups]:
+    """Runs of groups dealt to as many pipelines in equal parts; those that got one more of a run come last at the next."""
+    dealt: Pipes = [[] for _ in range(twins)]
+    extra = 0
+    for groups in runs:
+        each, more = divmod(len(groups), twins)
+        at = 0
+        for t in range(twins):
+            count = each + ((t - extra) % twins < more)
+            dealt[t] += groups[at : at + count]
+            at += count
+        extra += more
+    return [tuple(pipe) for pipe in dealt if pipe]
+
+
+def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage, ...]:
+    """The stages with one layer less in one, and one more in another; what lies between moves along."""
+    counts = [stage.layer_count for stage in stages]
+    counts[giver] -= 1
+    counts[taker] += 1
+    made, start = [], 0
+    for stage, count in zip(stages, counts, strict=True):
+        held = stage.recomputed()["full"]
+        full = count if held == stage.layer_count else min(held, count)
+        made.append(_with_full(replace(stage, layers=((start, start + count),)), full))
+        start += count
+    return tuple(made)
+
+
+def _recomputed(stage: Stage) -> Iterator[Stage]:
+    """The stage with one layer more, or fewer, that is recomputed in full."""
+    held = stage.recomputed()["full"]
+    for full in (held - 1, held + 1):
+        if 0 <= full <= stage.layer_count:
+            yield _with_full(stage, full)
+
+
+def _with_full(stage: Stage, full: int) -> Stage:
+    """The stage with so many layers recomputed in full."""
+    mode = "none" if full == 0 else "full"
+    return replace(stage, recompute=mode, recompute_layers=None if full in (0, stage.layer_count) else full)
+
+
+def _like(stage: Stage, other: Stage) -> Stage:
+    """The stage with what another one recomputes."""
+    return _with_full(stage, other.recomputed()["full"])
