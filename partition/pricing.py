@@ -41,7 +41,7 @@ from sim.spec.counts import (
     layer_parameters,
 )
 from sim.spec.job import Job
-from sim.spec.plan import Pipeline, Plan
+from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.program import Backward, Forward, Lane
 
 Devices: TypeAlias = tuple[str, ...]
@@ -51,6 +51,8 @@ Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
 GRADIENT_BYTES = PRECISION_BYTES["fp32"]
 ROUNDS = 3
 """How often the price is corrected for the contention that follows from it."""
+MOST_COURSES = 20_000
+"""So many pipelines are remembered."""
 CROWDED = 0.95
 """The share of a link's time that others may take before a message on it is priced as if they took no more."""
 
@@ -144,6 +146,8 @@ class Pricing:
         self._alike: dict[StageSeconds, StageSeconds] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
+        self._courses: dict[object, tuple[tuple[Stage, ...], Course]] = {}
+        self._exchanges: dict[object, tuple[float, float, tuple[tuple[int, float], ...]]] = {}
 
     # --- Pieces ---
 
@@ -250,6 +254,18 @@ class Pricing:
 
     def course(self, pipeline: Pipeline, settings: Settings) -> Course:
         """What a pipeline does for each micro-batch."""
+        # Searches change a few pipelines at a time, and the others' stages are the same objects again.
+        key = (id(pipeline.stages), pipeline.micro_batch, settings)
+        stages, found = self._courses.get(key, (None, None))
+        if found is None or stages is not pipeline.stages:
+            if len(self._courses) >= MOST_COURSES:
+                self._courses.clear()
+            found = self._course(pipeline, settings)
+            self._courses[key] = pipeline.stages, found
+        return found if found.micro_batches == pipeline.micro_batches else replace(found, micro_batches=pipeline.micro_batches)
+
+    def _course(self, pipeline: Pipeline, settings: Settings) -> Course:
+        """See `course`."""
         forward, backward = [], []
         deepest = len(pipeline.stages) - 1
         for s, part in enumerate(pipeline.stages):
@@ -327,15 +343,12 @@ class Pricing:
             if len(members) < 2 or parameters == 0:
                 continue
             lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
-            transfer = across_lanes(self.network, reduce, lanes, parameters * GRADIENT_BYTES)
+            reduce_s, gather_s, transfer_loads = self._exchange(reduce, lanes, parameters)
             begin_s = max(max(free.get((p, s), 0.0), ready[p][s]) for p, s in members)
-            end_s = begin_s + self.network.alone_s(transfer)
+            end_s = begin_s + reduce_s
             first_s, reduced_s = min(first_s, begin_s), max(reduced_s, end_s)
-            for link, load in transfer.loads:
+            for link, load in transfer_loads:
                 loads[link] = loads.get(link, 0.0) + load
-            gather_s = 0.0
-            if settings.zero_stage:
-                gather_s = self.network.alone_s(across_lanes(self.network, "all_gather", lanes, parameters * element_bytes))
             for member in members:
                 free[member] = end_s
                 gathering[member] = gathering.get(member, 0.0) + gather_s
@@ -344,6 +357,21 @@ class Pricing:
         # A gather puts as many elements on the same links as the reduce-scatter did.
         floor_s *= element_bytes / GRADIENT_BYTES if settings.zero_stage else 0.0
         return reduced_s + max(floor_s, max(gathering.values(), default=0.0))
+
+    def _exchange(
+        self, reduce: str, lanes: tuple[Devices, ...], parameters: int
+    ) -> tuple[float, float, tuple[tuple[int, float], ...]]:
+        """Seconds of a reduction of so many gradients, of the gather that follows under ZeRO, and the former's loads."""
+        key = (reduce, lanes, parameters)
+        found = self._exchanges.get(key)
+        if found is None:
+            transfer = across_lanes(self.network, reduce, lanes, parameters * GRADIENT_BYTES)
+            gather_s = 0.0
+            if reduce == "reduce_scatter":
+                num_bytes = parameters * PRECISION_BYTES[self.job.precision]
+                gather_s = self.network.alone_s(across_lanes(self.network, "all_gather", lanes, num_bytes))
+            found = self._exchanges[key] = self.network.alone_s(transfer), gather_s, transfer.loads
+        return found
 
     def _shared(self, draft: Draft, last: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Parameters that several stages may hold, last layers first, with the (pipeline, stage) that hold them."""

@@ -38,10 +38,9 @@ from sim.spec.plan import Plan, Stage
 
 MICRO_BATCHES = (1, 2, 4, 8)
 
-STEPS_OF_GPUS = 48_000
-"""Steps of a walk times the cluster's GPUs; so much is the most that a search thinks, whatever its budget."""
-
-FEWEST_STEPS, MOST_STEPS = 200, 3_000
+STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 64_000, 200
+"""Steps of a walk: so many for each GPU of a small cluster, so many divided by the GPUs of a large one, whose steps take longer.
+It is the most that a search thinks, whatever its budget."""
 
 WARM, COLD = 0.03, 0.001
 """Temperatures at the begin and the end of annealing: a layout that takes longer by this fraction is accepted one time in e."""
@@ -52,8 +51,8 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-SHARE_OF_BUDGET = 0.6
-"""Of the budget, what starts and annealing may take; the rest is for tuning and for the judge."""
+STARTED, WALKED, TUNED = 0.15, 0.5, 0.6
+"""The shares of the budget after which starts, annealing and tuning end; the rest is for the judge."""
 
 FINALISTS = 24
 
@@ -105,21 +104,24 @@ class _Hunt:
         self.known: dict[Layout, float] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
-        self.steps = min(max(FEWEST_STEPS, STEPS_OF_GPUS // len(self.graph.devices)), MOST_STEPS)
+        count = len(self.graph.devices)
+        self.steps = max(FEWEST_STEPS, min(STEPS_EACH_GPU * count, STEPS_OF_GPUS // count))
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        until_s = SHARE_OF_BUDGET * self.search.budget_s
         for start in self.starts():
             self.score_s(start)
-            if self.search.elapsed_s > until_s / 3:
+            if self.late(STARTED) and self.found:
                 break
-        self.judge(1)
+        self.judge_best()
         for generation in range(GENERATIONS):
-            if self.search.elapsed_s > until_s or not self.found:
+            if self.late(WALKED) or not self.found:
                 break
+            # Walks take turns on the cores: each has its part of the time.
+            rounds = -(-WALKS // cores())
+            share = (WALKED - self.search.elapsed_s / self.search.budget_s) / (GENERATIONS - generation) / rounds
             walks = [
-                (layout, [self.search.seed, generation, n], until_s * (generation + 1) / GENERATIONS)
+                (layout, [self.search.seed, generation, n], share * self.search.budget_s)
                 for n, (_, layout, _) in enumerate(self.ranked()[:WALKS])
             ]
             for found in side_by_side(self.walk, walks, self.search.check_budget):
@@ -127,12 +129,16 @@ class _Hunt:
                     self._keep(*entry)
         self.finish()
 
+    def late(self, share: float) -> bool:
+        """Whether this share of the budget is spent."""
+        return self.search.elapsed_s > share * self.search.budget_s
+
     def walk(self, task: tuple[Layout, list[int], float]) -> list[tuple[float, Layout, Draft]]:
-        """The best layouts of all shapes that annealing met on its way from one."""
-        layout, seed, until_s = task
+        """The best layouts of all shapes that annealing met on its way from one, within some seconds."""
+        layout, seed, most_s = task
         self.rng = np.random.default_rng(seed)
         with suppress(BudgetSpent):  # what it has met counts
-            self.anneal(layout, self.steps, until_s)
+            self.anneal(layout, self.steps, self.search.elapsed_s + most_s)
         return self.ranked()[:MOST_MET]
 
     # --- Scores ---
@@ -145,9 +151,8 @@ class _Hunt:
             known = math.inf
             draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
             if draft is not None:
-                known = self.draft_s(draft, layout.settings)
-                if known < math.inf:
-                    self._keep(known, layout, draft)
+                known = self.pricing.price_s(draft, layout.settings)
+                self._keep(known, layout, draft)
             self.known[layout] = known
         return known
 
@@ -524,13 +529,13 @@ class _Hunt:
 
     # --- The end ---
 
-    def judge(self, most: int) -> None:
-        """Has the best layouts so far judged; the first of them before all else, so that a search that is cut has an answer."""
-        for _, layout, draft in self.ranked()[:most]:
-            self.judged([(draft, layout.settings)])
+    def judge_best(self) -> None:
+        """Has the best layout so far judged, so that a search whose budget ends in the middle has an answer."""
+        self.judged([(draft, layout.settings) for _, layout, draft in self.ranked()[:1]])
 
     def finish(self) -> None:
         """Tunes the best of each shape under the fast judge, has them judged, and tunes the best under the judge."""
+        self.judge_best()
         entries = self.ranked()[:FINALISTS]
         tuned = list(side_by_side(self._tuned_entry, entries, self.search.check_budget))
         tuned.sort(key=lambda entry: entry[0])
@@ -557,6 +562,8 @@ class _Hunt:
         self.rng = np.random.default_rng(self.search.seed)
         for _ in range(TUNINGS):
             for changed in self._variants(draft):
+                if self.late(TUNED):
+                    return seconds, draft, layout.settings
                 changed_s = self.draft_s(changed, layout.settings)
                 if changed_s < seconds * (1 - 1e-6):
                     draft, seconds = changed, changed_s
