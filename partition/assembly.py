@@ -34,10 +34,13 @@ link pay for it. How much lighter depends on what layers, as whole numbers, allo
 
 
 class Assembly:
-    """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft."""
+    """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft.
 
-    def __init__(self, cluster: Cluster, job: Job, pricing: Pricing) -> None:
-        self._cluster, self._job, self._pricing = cluster, job, pricing
+    With `copies` the cluster is one of so many equal parts, on each of which the draft is to stand: ZeRO divides over all.
+    """
+
+    def __init__(self, cluster: Cluster, job: Job, pricing: Pricing, copies: int = 1) -> None:
+        self._cluster, self._job, self._pricing, self._copies = cluster, job, pricing, copies
         self._room = Room(cluster, job)
         self._stages: dict[object, dict[int, tuple[float, int]]] = {}
         self._cuts: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
@@ -112,7 +115,7 @@ class Assembly:
         tables = []
         for s, devices in enumerate(groups):
             flying = in_flight(settings.schedule, depth, s, number)
-            tables.append(self._table(devices, pipelines, micro_batch, settings, flying, s == 0, s == depth - 1))
+            tables.append(self._table(devices, pipelines * self._copies, micro_batch, settings, flying, s == 0, s == depth - 1))
         size = self._pricing.activation_bytes(micro_batch)
         waits = [0.0] * depth
         for s in range(depth - 1):

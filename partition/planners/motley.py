@@ -4,6 +4,7 @@ A layout says which groups of GPUs are the stages of which pipeline, in which or
 the layers under memory limits, what each stage recomputes (`partition.assembly`), and the split of the batch over pipelines
 by their speed. So the search is over layouts alone:
 
+    0  A large cluster of equal nodes begins with a part of it; what is found there stands on every part, and is improved.
     1  Starts: every way to deal the nodes, in the order of the path whose slowest link is fastest, to equal pipelines: all nodes
        together, by kind of GPU, by METIS parts of the graph of devices, node by node, group by group; for every degree.
     2  Annealing from the best of them: groups split, join, move, swap, turn, leave and come back; pipelines join, divide, are
@@ -18,9 +19,10 @@ replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TypeAlias
 
 import numpy as np
@@ -53,6 +55,12 @@ MOST_MET = 40
 
 STARTED, WALKED, TUNED = 0.15, 0.5, 0.6
 """The shares of the budget after which starts, annealing and tuning end; the rest is for the judge."""
+
+PART_GPUS, FEWEST_PART_GPUS = 96, 32
+"""Of a cluster with more GPUs than these, the search begins with an equal part of it, of at least so many."""
+
+SHARE_OF_PART = 0.3
+"""The share of the budget that the search on such a part has."""
 
 FINALISTS = 24
 
@@ -90,11 +98,11 @@ def motley(search: Search) -> None:
 class _Hunt:
     """One search: what is known of layouts, and the best of each shape."""
 
-    def __init__(self, search: Search, nodes: Sequence[Node]) -> None:
+    def __init__(self, search: Search, nodes: Sequence[Node], copies: int = 1) -> None:
         self.search, self.job, self.rng = search, search.job, search.rng
         self.nodes = {node.name: node for node in nodes}
         self.pricing = Pricing(search.cluster, search.job)
-        self.assembly = Assembly(search.cluster, search.job, self.pricing)
+        self.assembly = Assembly(search.cluster, search.job, self.pricing, copies)
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.room = Room(search.cluster, search.job)
         self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
@@ -102,6 +110,7 @@ class _Hunt:
         self.speed = {name: search.cluster.device(name).gpu.peak(self.job.precision) or 0.0 for name in self.graph.devices}
         self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
         self.known: dict[Layout, float] = {}
+        self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
         count = len(self.graph.devices)
@@ -109,11 +118,27 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
+        copies = self._copies()
+        if copies > 1:
+            for layout in self._copied(copies):
+                self.score_s(layout)
+                if self.late(WALKED) and self.found:
+                    break
+        if copies == 1 or not self.found:
+            self.start()
+        self.judge_best()
+        self.explore()
+        self.finish()
+
+    def start(self) -> None:
+        """Prices the starts."""
         for start in self.starts():
             self.score_s(start)
             if self.late(STARTED) and self.found:
                 break
-        self.judge_best()
+
+    def explore(self) -> None:
+        """Anneals from the best layouts."""
         for generation in range(GENERATIONS):
             if self.late(WALKED) or not self.found:
                 break
@@ -127,7 +152,45 @@ class _Hunt:
             for found in side_by_side(self.walk, walks, self.search.check_budget):
                 for entry in found:
                     self._keep(*entry)
-        self.finish()
+
+    # --- Large clusters ---
+
+    def _copies(self) -> int:
+        """Into how many equal parts nodes and batch divide, so that a part has few GPUs; 1 for a small cluster."""
+        count = len(self.graph.devices)
+        if count <= PART_GPUS or self.search.cluster.bandwidth_matrix is not None:
+            return 1
+        common = gcd(self.job.global_batch, *(len(alike) for alike in self._alike()))
+        return max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or count // n >= FEWEST_PART_GPUS))
+
+    def _alike(self) -> list[list[Node]]:
+        """The nodes that differ in their names alone, together."""
+        found: dict[Node, list[Node]] = {}
+        for node in self.nodes.values():
+            found.setdefault(replace(node, name=""), []).append(node)
+        return list(found.values())
+
+    def _copied(self, copies: int) -> Iterator[Layout]:
+        """The best layouts of a part of the cluster, each on all of its parts, the fastest first."""
+        parts: list[list[Node]] = [[] for _ in range(copies)]
+        for alike in self._alike():
+            each = len(alike) // copies
+            for n, part in enumerate(parts):
+                part += alike[n * each : (n + 1) * each]
+        cluster = replace(self.search.cluster, nodes=tuple(parts[0]))
+        job = replace(self.job, global_batch=self.job.global_batch // copies)
+        budget_s = SHARE_OF_PART * self.search.budget_s / WALKED
+        hunt = _Hunt(Search(cluster, job, self.search.judge, self.search.seed, budget_s), parts[0], copies)
+        hunt.start()
+        hunt.explore()
+        for _, layout, _ in hunt.ranked()[:MOST_MET]:
+            pipelines = []
+            for part in parts:
+                names = {own.name: other.name for own, other in zip(parts[0], part, strict=True)}
+                pipelines += [tuple([_renamed(group, names) for group in pipe]) for pipe in layout.pipelines]
+            yield replace(layout, pipelines=tuple(pipelines))
+
+    # --- Time ---
 
     def late(self, share: float) -> bool:
         """Whether this share of the budget is spent."""
@@ -239,8 +302,12 @@ class _Hunt:
 
     def _groups(self, names: Sequence[str], degree: int) -> list[tuple[str, ...]]:
         """A node's devices in groups of this degree, or of the largest below it that its number of devices allows."""
-        allowed = max(d for d in degrees(self.job, len(names)) if d <= degree)
-        return self.graph.tensor_groups(names, allowed, self.search.seed)
+        key = (tuple(names), degree)
+        found = self._grouped.get(key)
+        if found is None:
+            allowed = max(d for d in degrees(self.job, len(names)) if d <= degree)
+            found = self._grouped[key] = self.graph.tensor_groups(names, allowed, self.search.seed)
+        return found
 
     # --- Annealing ---
 
@@ -635,6 +702,15 @@ class _Hunt:
                     made[p] = replace(draft[p], micro_batches=draft[p].micro_batches - 1)
                     made[q] = replace(draft[q], micro_batches=draft[q].micro_batches + 1)
                     yield tuple(made)
+
+
+def _renamed(group: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+    """The same GPUs of other nodes."""
+    found = []
+    for device in group:
+        node, _, index = device.rpartition("/")
+        found.append(f"{names[node]}/{index}")
+    return tuple(found)
 
 
 def _deal(runs: Sequence[Sequence[tuple[str, ...]]], twins: int) -> list[Groups]:

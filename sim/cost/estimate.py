@@ -801,9 +801,7 @@ class _Timed:
 
     __slots__ = ("alone", "form", "inner", "instruction", "lane", "number", "sharing")
 
-    def __init__(
-        self, number: int, lane: Lane, instruction: Compute | OptimizerStep, inner: Inner, network: Network
-    ) -> None:
+    def __init__(self, number: int, lane: Lane, instruction: Compute | OptimizerStep, inner: Inner, network: Network) -> None:
         self.number, self.lane, self.instruction, self.inner = number, lane, instruction, inner
         self.alone: tuple[int, float, float] | None = None
         """Where all its collectives are of one kind: its place in `inner`, and their seconds on the wire, and of latency."""

@@ -189,9 +189,7 @@ class Schedule:
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(_gpipe, held=lambda depth, position, micro_batches: micro_batches),
     "1f1b": Schedule(_one_forward_one_backward, held=lambda depth, position, micro_batches: min(depth - position, micro_batches)),
-    "eager-1f1b": Schedule(
-        _eager, held=lambda depth, position, micro_batches: min(2 * (depth - position) - 1, micro_batches)
-    ),
+    "eager-1f1b": Schedule(_eager, held=lambda depth, position, micro_batches: min(2 * (depth - position) - 1, micro_batches)),
     "interleaved": Schedule(_interleaved, ranges=None),
     "zb-1p": Schedule(
         _zero_bubble_1p, splits_backward=True, held=lambda depth, position, micro_batches: min(depth, micro_batches)

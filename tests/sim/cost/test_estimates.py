@@ -28,16 +28,10 @@ from sim.spec.transformer import Transformer, transformer
 from tests.sim.cost.test_estimate import Watched, server_cluster, symmetric_plan
 from tests.strategies import worlds
 
-
-def followed(plan: Plan) -> bool:
-    """Whether a plan is of the class that is followed without `Estimate`."""
-    return plan.schedule in ("1f1b", "gpipe") and plan.zero_stage <= 1
-
-
 # --- Agreement -------------------------------------------------------------------------------------------------------
 
 
-@given(world=worlds(), zero_stage=st.integers(0, 1), schedule=st.sampled_from(("1f1b", "gpipe")))
+@given(world=worlds(), zero_stage=st.integers(0, 1), schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe")))
 def test_where_nothing_is_contended_it_is_the_simulation(world: tuple[Cluster, Plan], zero_stage: int, schedule: str) -> None:
     cluster, plan = world
     assume(all(len(stage.layers) == 1 for pipeline in plan.pipelines for stage in pipeline.stages))
@@ -79,7 +73,7 @@ def test_all_measures_are_those_of_the_estimate_where_nothing_is_contended() -> 
 
 STACKS = (
     Stack("overlapping", tensor_overlap=0.4, collective_scale=0.7, overlap_slowdown=0.1, step_s=0.01, micro_batch_s=1e-3),
-    Stack("waiting for its host", host_s=2e-5, tensor_host_s=1e-5, fetch_s=0.01, fetch_nodes=2, logits_scale=1.3),
+    Stack("waiting for its host", host_s=2e-5, tensor_host_s=1e-5, logits_scale=1.3),
     Stack("keeping more", flash_attention=False, gradient_copy=True, activation_scale=1.17, gradient_bytes=4.0),
 )
 
@@ -87,19 +81,18 @@ STACKS = (
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
 @pytest.mark.parametrize("recompute", ["none", "selective", ("full", None), ("full", 2)])
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True, "overlap_gradients": False}])
+@pytest.mark.parametrize("pipelines", [1, 2])
 def test_it_knows_stacks_and_recomputation(
-    stack: Stack, recompute: str | tuple[str, int | None], changes: dict[str, bool]
+    stack: Stack, recompute: str | tuple[str, int | None], changes: dict[str, bool], pipelines: int
 ) -> None:
-    # Two pipelines, one on a node, whose gradients are exchanged over a card of each GPU: no two transfers meet.
+    # Two nodes, as two stages that send messages, or as two pipelines that exchange gradients: no two transfers meet.
     cluster = server_cluster(2, stack=stack)
     mode, layers = (recompute, None) if isinstance(recompute, str) else recompute
-    pipelines = []
-    for n in range(2):
-        devices = [tuple(f"n{n}/{i}" for i in at) for at in (range(4), range(4, 8))]
-        cuts = ((0, 9), (9, 24))
-        stages = tuple(Stage((Replica(d, 2),), (c,), mode, layers) for d, c in zip(devices, cuts, strict=True))
-        pipelines.append(Pipeline(2, 5, stages))
-    chosen = Plan(cluster.name, "gpt3-1.3b", 512, 20, tuple(pipelines), "bf16", **changes)  # type: ignore[arg-type]
+    cuts = ((0, 9), (9, 24)) if pipelines == 1 else ((0, 24),)
+    stages = [Stage((Replica(tuple(f"n{n}/{i}" for i in range(8)), 2),), (cuts[n % len(cuts)],), mode, layers) for n in range(2)]
+    each = len(cuts)
+    made = tuple(Pipeline(2, 5, tuple(stages[p * each : (p + 1) * each])) for p in range(pipelines))
+    chosen = Plan(cluster.name, "gpt3-1.3b", 512, 10 * pipelines, made, "bf16", **changes)  # type: ignore[arg-type]
     estimates = Estimates(cluster, chosen.job())
     assert estimates.iteration_s(chosen) == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-9)
     verdict = estimates.judge(chosen)
@@ -138,7 +131,7 @@ def drawn_plans(cluster: Cluster, model: Transformer, count: int) -> Iterator[Pl
                 full = int(rng.integers(0, stop - start + 1)) if mode == "full" and rng.random() < 0.5 else None
                 stages.append(Stage((Replica(devices, 2),), ((start, stop),), mode, full))
             pipelines.append(Pipeline(2, 6 + 4 * p, tuple(stages)))
-        schedule = str(rng.choice(["1f1b", "gpipe"]))
+        schedule = str(rng.choice(["1f1b", "eager-1f1b", "gpipe"]))
         yield Plan(cluster.name, model, 512, 32, tuple(pipelines), "fp16", schedule)
 
 
