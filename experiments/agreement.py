@@ -36,6 +36,8 @@ class Comparison:
     predicted: float | None
     measured: float | None
     note: str = ""
+    predicted_s: float | None = None
+    """Seconds of the iteration whose speed it is; None of memory."""
     judge: str | None = None
     """What predicted it: 'estimate' or 'simulation' for speeds, 'memory' for bytes."""
     assumed: bool = False
@@ -52,6 +54,13 @@ class Comparison:
     def relative_error(self) -> float | None:
         """predicted / measured - 1; None where there is no prediction, or nothing measured."""
         return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of the measured iteration, by its speed beside the predicted one; None where one of them is not told."""
+        if self.predicted_s is None or not self.predicted or not self.measured:
+            return None
+        return self.measured if self.quantity == TIME else self.predicted_s * self.predicted / self.measured
 
 
 @dataclass(frozen=True)
@@ -176,20 +185,24 @@ class FitCheck:
 def fit_summary(checks: Iterable[FitCheck]) -> dict[str, Any]:
     """Per source and class (`ran`, `out_of_memory`; `failed` where it is not known to be for memory): how many runs there are.
 
-    `count` were judged, `right` of them rightly, which is the `share`; `not_modelled` could not be judged.
+    `count` were judged, `right` of them rightly, which is the `share`; `not_modelled` could not be judged, for `reasons`.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for check in checks:
         group = "ran" if check.ran else "out_of_memory" if check.exact else "failed"
-        entry = found.setdefault(check.source_key, {}).setdefault(group, {"count": 0, "right": 0, "not_modelled": 0})
+        entry = found.setdefault(check.source_key, {}).setdefault(
+            group, {"count": 0, "right": 0, "not_modelled": 0, "reasons": Counter()}
+        )
         if check.fits is None:
             entry["not_modelled"] += 1
+            entry["reasons"][check.note] += 1
         else:
             entry["count"] += 1
             entry["right"] += check.fits == check.ran
     for groups in found.values():
         for entry in groups.values():
             entry["share"] = entry["right"] / entry["count"] if entry["count"] else None
+            entry["reasons"] = dict(entry["reasons"].most_common())
     return found
 
 

@@ -36,6 +36,7 @@ from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
 from sim.spec.compile import instruction_estimate
 from sim.spec.counts import layer_forward_flop, layer_recompute_flop, model_flop, total_parameters
+from sim.spec.gpu import PRECISIONS
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
@@ -82,7 +83,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
             found.append(replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES))
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
-            found.append(replace(comparison, predicted=predicted, judge=judge))
+            found.append(replace(comparison, predicted=predicted, predicted_s=seconds, judge=judge))
     return found
 
 
@@ -152,9 +153,9 @@ def _published(run: Run) -> list[str]:
 
 
 def _measured(run: Run, quantity: str) -> float | None:
-    """The published figure, in the unit of its column."""
-    value = getattr(run, quantity, None)
-    return None if value is None else float(value)
+    """The published figure, in the unit of its column; None where there is none, or 0, to which nothing has a relative error."""
+    value = getattr(run, quantity)
+    return float(value) if value else None
 
 
 def _comparison(run: Run, quantity: str | None) -> Comparison:
@@ -207,11 +208,15 @@ def _speed(quantity: str, run: Run, plan: Plan, cluster: Cluster, seconds: float
 
 
 def _peak_flop_per_s(plan: Plan, cluster: Cluster, counting: str) -> float:
-    """The peak that an MFU divides by: the one that the publication names, or that of the kinds at the plan's precision."""
+    """The peak that an MFU divides by: that of the kinds at the plan's precision, unless the publication names another.
+
+    It may do so by number ('peak 989 TFLOPS') or by precision ('bf16 peak').
+    """
     named = re.search(r"peak ([0-9.]+) TFLOPS", counting)
     if named is not None:
         return float(named[1]) * 1e12 * len(cluster.devices)
-    return cluster.peak_flop_per_s(plan.precision)
+    of = re.search(rf"\b({'|'.join(PRECISIONS)}) peak", counting, re.IGNORECASE)
+    return cluster.peak_flop_per_s(plan.precision if of is None else of[1].lower())
 
 
 def model_flop_of(plan: Plan) -> int:
@@ -291,6 +296,11 @@ class Replay:
         """The others."""
         return [c for c in self.comparisons if c.id in self.calibration_ids]
 
+    @property
+    def held_out_checks(self) -> list[FitCheck]:
+        """What was said of the memory of runs that the constants were not fitted on."""
+        return [check for check in self.checks if check.id not in self.calibration_ids]
+
     def summaries(self, calibration: bool = False) -> dict[str, dict[str, Any]]:
         """The summary of each source, in the order of the runs."""
         return {source: summary(own) for source, own in by_source(self.calibration if calibration else self.held_out).items()}
@@ -356,7 +366,7 @@ def replay_json(told: Replay) -> str:
     parts: dict[str, object] = {
         "sources": told.summaries(),
         "overall": summary(told.held_out),
-        "out_of_memory": fit_summary(told.checks),
+        "out_of_memory": fit_summary(told.held_out_checks),
     }
     if told.calibration_ids:
         parts["calibration"] = {"sources": told.summaries(calibration=True), "overall": summary(told.calibration)}

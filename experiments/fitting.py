@@ -96,7 +96,7 @@ TIME_PARAMETERS = (
     Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0, (5e-3,)),
     Parameter("message_s", 0.1, 1e-3, 10.0, 2.0),
     Parameter("tensor_overlap", 0.1, 1e-3, 1.0, 1.5),
-    Parameter("collective_scale", 0.9, 0.03, 1.2, 0.2, (0.2,)),
+    Parameter("collective_scale", 0.9, 0.03, 1.2, 0.4, (0.2, 0.1)),
     Parameter("overlap_slowdown", 0.05, 1e-3, 1.0, 1.5),
     Parameter("optimizer_traffic", 1.5, 0.5, 20.0, 1.0),
     Parameter("step_s", 5e-3, 1e-5, 1.0, 2.0),

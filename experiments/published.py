@@ -7,6 +7,7 @@ source leaves open stands in `data/assumptions.yaml`, per source and with its re
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import math
 import re
@@ -124,7 +125,7 @@ def read_failures(path: str | Path) -> list[Run]:
 
 def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str]) -> list[Run]:
     """The rows of a CSV file."""
-    reader = csv.reader(read_text(path).splitlines())
+    reader = csv.reader(io.StringIO(read_text(path)))
     try:
         header = [cell.strip() for cell in next(reader, [])]
         if not any(header):
@@ -542,6 +543,8 @@ class _Row:
             else:
                 groups.append((kind, count, "nvswitch", nvlink))
         many = any(-(-count // per_node) > 1 for _, count in self.gpus) or len(self.gpus) > 1
+        if many and rate == 0:
+            raise _Refused("inter_node_GBps_per_node 0, but the GPUs are on several nodes")
         nics: list[tuple[str, float, int] | None] = []
         for kind, _ in self.gpus:
             nic = dict(assumption.nic_of).get(kind.name)
@@ -600,9 +603,9 @@ class _Row:
         text = self._text("schedule", self.assumption.schedule)
         if "zb-v" in text:
             return "zb-v", (2,)
-        if text in ("zb-1p", "zb-2p", "gpipe"):
-            return text, (1,)
-        if run.vpp is not None and "1f1b" in text:
+        if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "eager-1f1b"):
+            return name, (1,)
+        if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
         if "interleaved" in text or text == "1f1b-i":
             options = tuple(v for v in options if v > 1)
@@ -641,11 +644,12 @@ class _Row:
         group = None
         if found := re.search(r"shard (\d+)", text):
             group = int(found[1]) if int(found[1]) < self.dp * self.cp else None
-        elif "hsdp" in text:
-            group = self.run.gpus_per_node
-        if "shard_grad_op" in text or "zero-2" in text:
+        elif "hsdp" in text:  # over the replicas of a node, where there are others
+            per_node = int(self._taken("gpus_per_node", self.assumption.gpus_per_node)) // self.tp
+            group = per_node if 1 <= per_node < self.dp * self.cp else None
+        if "shard_grad_op" in text:
             return 2, group
-        if found := re.search(r"zero-?([013])", text):
+        if found := re.search(r"zero[- ]?([0-3])", text):
             return int(found[1]), group
         if "fsdp" in text or "hsdp" in text or "full_shard" in text or "sharded weights" in text:
             return 3, group
@@ -717,7 +721,7 @@ class _Row:
         layers, cuts = self._published("num_layers"), self.assumption.cuts
         if cuts == "nanotron" and parts > 1:
             return self._nanotron_cut(parts)
-        if cuts == "redistribute":
+        if cuts == "redistribute" and 1 < parts <= layers:
             return self._least_slowest(parts)
         if layers % parts == 0:
             return [layers // parts] * parts
@@ -802,6 +806,10 @@ class _Row:
         return found
 
 
+_HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
+"""The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""
+
+
 _PRECISION_WORDS = (
     ("nvfp4", "nvfp4"),
     ("mxfp8", "mxfp8"),
@@ -837,7 +845,7 @@ def _uneven(run: Run) -> _Uneven:
         return _Uneven(tuple(int(bound) for bound in noted[1].split(","))) if noted else _Uneven()
     found: Any = parse_json(run.plan_json, "plan_json")
     try:
-        return _Uneven(
+        uneven = _Uneven(
             tuple(int(bound) for bound in found.get("partition", ())),
             tuple(int(count) for count in found.get("layers_per_stage", ())),
             tuple(
@@ -845,6 +853,9 @@ def _uneven(run: Run) -> _Uneven:
                 for stage in found.get("stages", ())
             ),
         )
+        if any(count < 1 for stage in uneven.stages for replica in stage for _, count in replica):
+            raise ValueError
+        return uneven
     except (AttributeError, KeyError, TypeError, ValueError):
         forms = 'expected {"partition": [BOUND, ...]} or {"layers_per_stage": [...], "stages": [[{"gpus": [[KIND, COUNT]]}]]}'
         raise _Refused(f"plan_json, which is of no known form; {forms}") from None

@@ -253,7 +253,7 @@ def planner_named(name: str) -> Planner:
 def plan(
     cluster: Cluster,
     job: Job,
-    planner: str = "flashflex",
+    planner: str = "motley",
     judge: Judge | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     seed: int = 0,

@@ -70,7 +70,7 @@ def _above_zero(text: object) -> float:
 
 PlannerName = Annotated[
     str,
-    typer.Option("--planner", metavar="NAME", help="Who searches: flashflex, megatron, random or another registered planner."),
+    typer.Option("--planner", metavar="NAME", help="Who searches: motley, flashflex, megatron or another planner (docs/planners.md)."),
 ]
 ObjectiveName = Annotated[
     str,
@@ -123,7 +123,7 @@ def plan(
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
     stack: StackName = None,
-    planner: PlannerName = "flashflex",
+    planner: PlannerName = "motley",
     judge: JudgeName = "simulate",
     objective: ObjectiveName = "throughput",
     min_tokens_per_s: MinTokens = None,
@@ -147,7 +147,7 @@ def plan(
 
       motley plan --cluster examples/clusters/hexiscale-mixed-a.yaml \\
         --model llama-2-13b --global-batch 256 --seq-len 4096 \\
-        --planner flashflex --budget 30s --seed 0 --out plan.json
+        --budget 30s --seed 0 --out plan.json
     """
     began = time.perf_counter()
     limit_s = budget_s(budget)

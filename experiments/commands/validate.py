@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.agreement import TIME
 from experiments.commands.options import whole_number
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.output import outputs
@@ -173,22 +172,27 @@ def validate(
         from experiments.fitting import fit as fit_constants
 
         share, lot = DEFAULT_HOLDOUT if holdout is None else holdout, seed or DEFAULT_SEED
-        with count_progress("software stacks fitted", len(stacks())) as progress:
-            fitted = fit_constants(measured, failed, lot, share, progress, processes, holdout_by or HOLDOUT_BY[0])
+        try:
+            with count_progress("software stacks fitted", len(stacks())) as progress:
+                fitted = fit_constants(measured, failed, lot, share, progress, processes, holdout_by or HOLDOUT_BY[0])
+        except KeyboardInterrupt:
+            raise _interrupted() from None
         chosen, calibration_ids = parse_constants(fitted.constants_text, "the fitted constants"), fitted.calibration_ids
     with count_progress("runs", len(measured) + len(failed)) as progress:
         told, interrupted = replay(measured, failed, chosen, processes, progress)
     if interrupted:
-        tell_error("interrupted: nothing was written")
-        raise typer.Exit(INTERRUPTED)
+        raise _interrupted()
     told = replace(told, calibration_ids=calibration_ids)
     if fit:
         files.write("--out", fitted.constants_text)
     files.write("--json", replay_json(told))
-    if plot is not None:
-        files.tell(plot, _draw(told, plot))
+    points = _points(told)
+    if plot is not None and not points:
+        tell_error(f"--plot: {plot} was not written, for no run has both a measured and a predicted speed")
+    elif plot is not None:
+        files.tell(plot, _draw(points, plot))
     if markdown is not None:
-        files.write("--markdown", around[0] + _markdown(told, markdown, plot) + around[1])
+        files.write("--markdown", around[0] + _markdown(told, markdown, plot if points else None) + around[1])
     for title, cells in fidelity_cells(told):
         files.console.print(cells_table(title, cells))
         files.console.print()
@@ -196,6 +200,12 @@ def validate(
     if not any(c.predicted is not None for c in told.comparisons):
         tell_error(f"none of {len(measured)} runs could be modelled")
         raise typer.Exit(NO_ANSWER)
+
+
+def _interrupted() -> typer.Exit:
+    """The end of a command that Ctrl-C ended, which is told."""
+    tell_error("interrupted: nothing was written")
+    return typer.Exit(INTERRUPTED)
 
 
 def _check_fit_flags(
@@ -253,14 +263,16 @@ def _markdown(told: Replay, path: Path, plot: Path | None) -> str:
     return "\n".join([BEGIN, "", *parts, END]) + ("" if path.is_file() else "\n")
 
 
-def _draw(told: Replay, path: Path) -> Path | None:
+def _points(told: Replay) -> list[tuple[str, float, float]]:
+    """Source, measured and predicted seconds of an iteration, as their speeds say, of all runs that a picture shows."""
+    found = [(c.source_key, c.measured_s, c.predicted_s) for c in told.held_out if not c.assumed]
+    return [(source, measured_s, predicted_s) for source, measured_s, predicted_s in found if measured_s and predicted_s]
+
+
+def _draw(found: Sequence[tuple[str, float, float]], path: Path) -> Path | None:
     """Where the earlier picture is kept now, if any. Draws predicted over measured iteration times."""
     from experiments.pictures import draw_parity
     from experiments.plots import ParityPoint
 
-    points = [
-        ParityPoint(c.source_key, c.measured, c.predicted)
-        for c in told.held_out
-        if c.quantity == TIME and c.predicted and c.measured and not c.assumed
-    ]
+    points = [ParityPoint(*point) for point in found]
     return draw_parity(points, path, f"{len(points)} iteration times, predicted and measured")

@@ -82,8 +82,11 @@ def test_without_files_the_shipped_runs_are_replayed(
     found = json.loads(ran.out)
     assert list(found["sources"]) == ["vtrain_single"]
     assert found["out_of_memory"]["vtrain_single"] == {
-        "ran": {"count": 3, "right": 3, "not_modelled": 1, "share": 1.0},
-        "out_of_memory": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0},
+        "ran": {
+            **{"count": 3, "right": 3, "not_modelled": 1, "share": 1.0},
+            "reasons": {"not modelled: degrees 8 x 1 x 2 = 16, but num_gpus is 8": 1},
+        },
+        "out_of_memory": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0, "reasons": {}},
     }
     assert "ran out of memory" in ran.err
 
@@ -100,6 +103,21 @@ def test_the_picture_and_the_tables_are_written_and_rewritten_between_their_mark
     pages.write_text(f"# Fidelity\n\nbefore\n\n{text.replace('vtrain_single', 'something old')}\nafter\n")
     assert motley(*asked).code == 0
     assert pages.read_text() == f"# Fidelity\n\nbefore\n\n{text}\nafter\n"
+
+
+def test_runs_whose_rates_alone_are_published_are_drawn_too(motley: Motley, world: World) -> None:
+    only, picture = world.write("rates.csv", f"{COLUMNS}\n{ROWS[4]}\n"), world.folder / "parity.svg"
+    ran = motley("validate", "--runs", only, "--jobs", 1, "--plot", picture)
+    assert ran.code == 0, ran.err
+    assert picture.is_file() and "korth (1)" in picture.read_text() and f"wrote {picture}" in ran.out.replace("\n", "")
+
+
+def test_where_there_is_nothing_to_draw_the_rest_is_written(motley: Motley, world: World) -> None:
+    memory = ROWS[1].replace("0.2,,10", ",,10")
+    only, page = world.write("memory.csv", f"{COLUMNS}\n{memory}\n"), world.folder / "page.md"
+    ran = motley("validate", "--runs", only, "--jobs", 1, "--plot", world.folder / "parity.png", "--markdown", page)
+    assert ran.code == 0 and "parity.png was not written" in ran.err
+    assert page.is_file() and "parity" not in page.read_text() and not (world.folder / "parity.png").exists()
 
 
 def test_constants_of_a_file_are_used(motley: Motley, world: World, runs: str) -> None:
@@ -160,6 +178,17 @@ def test_an_interrupt_leaves_nothing_behind(motley: Motley, world: World, runs: 
     assert world.names() == before
 
 
+def test_an_interrupt_of_the_fit_is_told(motley: Motley, world: World, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "fit", interrupted)
+    before = world.names()
+    ran = motley("validate", "--runs", runs, "--jobs", 1, "--fit", "--out", world.folder / "constants.yaml")
+    assert ran.code == 130 and ran.err == "motley: interrupted: nothing was written\n"
+    assert world.names() == before
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -185,8 +214,6 @@ def test_a_mistake_in_a_file_of_runs_is_told_in_one_line(motley: Motley, world: 
         (("--jobs", "0"), ["whole number of at least 1", "'0'"]),
         (("--fit",), ["--fit needs --out FILE"]),
         (("--holdout", "0.5"), ["--holdout 0.5", "--fit is not given"]),
-        (("--holdout-by", "nodes"), ["--holdout-by nodes", "--fit is not given"]),
-        (("--fit", "--out", "x.yaml", "--holdout-by", "node"), ["run, nodes, source", "'node'", "did you mean nodes?"]),
         (("--holdout-by", "nodes"), ["--holdout-by nodes", "--fit is not given"]),
         (("--fit", "--out", "x.yaml", "--holdout-by", "node"), ["run, nodes, source", "'node'", "did you mean nodes?"]),
         (("--out", "constants.yaml"), ["--out constants.yaml", "--fit is not given"]),

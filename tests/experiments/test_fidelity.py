@@ -157,12 +157,13 @@ def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modell
 
 def test_the_share_of_fits_said_right_is_told_for_each_class() -> None:
     checks = [FitCheck("a-1", "a", ran=True, fits=True), FitCheck("a-2", "a", ran=True, fits=False)]
-    checks += [FitCheck("a-3", "a", ran=False, fits=False), FitCheck("a-4", "a", ran=False, fits=None)]
+    checks += [FitCheck("a-3", "a", ran=False, fits=False), FitCheck("a-4", "a", ran=False, fits=None, note="not modelled: tp")]
     checks += [FitCheck("b-1", "b", ran=False, fits=True, exact=False)]
     told = fit_summary(checks)
-    assert told["a"]["ran"] == {"count": 2, "right": 1, "not_modelled": 0, "share": 0.5}
-    assert told["a"]["out_of_memory"] == {"count": 1, "right": 1, "not_modelled": 1, "share": 1.0}
-    assert told["b"] == {"failed": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0}}
+    assert told["a"]["ran"] == {"count": 2, "right": 1, "not_modelled": 0, "share": 0.5, "reasons": {}}
+    told_reasons = {"not modelled: tp": 1}
+    assert told["a"]["out_of_memory"] == {"count": 1, "right": 1, "not_modelled": 1, "share": 1.0, "reasons": told_reasons}
+    assert told["b"] == {"failed": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0, "reasons": {}}}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,12 @@ def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
     assert rate.predicted * 1e12 * 8 * time.predicted == pytest.approx(counted_flop(world.plan, counting))
     assert mfu.predicted == pytest.approx(100 * rate.predicted / 312)  # the peak of an A100 in fp16
     assert named.predicted == pytest.approx(2 * mfu.predicted)
+    (other,) = predict(replace(GPT_22B, iter_time_s=None, tflops_counting=f"{counting} (TF32 peak)", mfu_pct=16.0))
+    assert other.predicted == pytest.approx(2 * mfu.predicted)  # 156 TFLOP/s, too
+    # Whatever the speed is told in, the seconds of the iteration are the same ones, and those measured follow from the rate.
+    assert rate.predicted_s == mfu.predicted_s == named.predicted_s == time.predicted == time.predicted_s
+    assert time.measured_s == time.measured and rate.measured_s is not None
+    assert rate.measured_s == pytest.approx(counted_flop(world.plan, counting) / (50e12 * 8))
 
 
 @pytest.mark.parametrize(
@@ -245,6 +252,7 @@ def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
         ({"gpu_type": "A101-80GB-SXM"}, "did you mean"),
         ({"heads": 15, "kv_heads": 15, "hidden": 960}, "15"),
         ({"iter_time_s": None}, "nothing to compare is published"),
+        ({"iter_time_s": 0.0}, "nothing to compare is published"),
     ],
 )
 def test_a_run_that_cannot_be_modelled_says_why(changes: dict[str, object], words: str) -> None:
@@ -312,6 +320,12 @@ def test_the_file_has_all_rows_and_tells_runs_of_the_fit_apart() -> None:
     assert found["overall"]["count"] == 1 and found["overall"]["bias"] == pytest.approx(0.1)
     assert found["calibration"]["overall"]["bias"] == pytest.approx(2.0)
     assert list(found["sources"]) == ["a"]
+
+
+def test_after_a_fit_memory_is_told_of_runs_that_it_did_not_see() -> None:
+    checks = (FitCheck("a-1", "a", ran=True, fits=True), FitCheck("a-2", "a", ran=True, fits=False))
+    found = json.loads(replay_json(Replay((compared(11.0, 10.0, "a-1"),), checks, frozenset({"a-2"}))))
+    assert found["out_of_memory"]["a"]["ran"] == {"count": 1, "right": 1, "not_modelled": 0, "share": 1.0, "reasons": {}}
 
 
 # --- Constants -------------------------------------------------------------------------------------------------------

@@ -111,6 +111,12 @@ def test_a_csv_of_the_required_columns_is_enough(tmp_path: Path) -> None:
     assert read_runs(path) == [Run("a", "own", "T4", 4, notes="one, two")]
 
 
+def test_a_quoted_cell_may_hold_any_character(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text('id,gpu_type,source_key,num_gpus,notes\na,T4,own,4,"one\ntwo"\nb,T4,own,4,form\x0cfeed\u2028\n')
+    assert [run.notes for run in read_runs(path)] == ["one\ntwo", "form\x0cfeed"]
+
+
 HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
 
 
@@ -195,6 +201,10 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
                        "but got hidden=256, heads=3"),
         ({"plan_json": '{"stages": 3}'}, 'plan_json, which is of no known form; expected {"partition": [BOUND, ...]} or '
                                          '{"layers_per_stage": [...], "stages": [[{"gpus": [[KIND, COUNT]]}]]}'),
+        ({"plan_json": '{"stages": [[{"gpus": [["T4", -1]]}]]}'},
+         'plan_json, which is of no known form; expected {"partition": [BOUND, ...]} or '
+         '{"layers_per_stage": [...], "stages": [[{"gpus": [[KIND, COUNT]]}]]}'),
+        ({"inter_node_GBps_per_node": 0.0}, "inter_node_GBps_per_node 0, but the GPUs are on several nodes"),
         ({"plan_json": "{"}, "plan_json, line 1, column 2: ends too early: Expecting property name enclosed in double quotes"),
         ({"num_gpus": 10**9}, "num_gpus 1000000000, but a cluster has at most 100,000"),
     ],
@@ -233,11 +243,41 @@ def test_precisions_are_known_by_many_names(text: str, name: str) -> None:
         ("FSDP shard 16", 3, None),  # as many as there are replicas
         ("FSDP shard 4", 3, 4),
         ("HSDP", 3, 8),  # the GPUs of a node
+        ("ZeRO2", 2, None),
+        ("ZeRO 3", 3, None),
     ],
 )
 def test_sharding_is_known_by_many_names(text: str, stage: int, group: int | None) -> None:
     plan = made(replace(SMALL, tp=1, pp=1, dp=16, micro_batch=1, zero_stage_or_fsdp=text)).plan
     assert (plan.zero_stage, plan.shard_group) == (stage, group)
+
+
+def test_hybrid_sharding_is_over_the_replicas_of_a_node() -> None:
+    run = replace(SMALL, pp=1, micro_batch=1, zero_stage_or_fsdp="HSDP")
+    found = made(replace(run, tp=1, dp=16, gpus_per_node=None))
+    assert found.plan.shard_group == 8 and "gpus_per_node 8" in found.assumed  # of the default assumption
+    assert made(replace(run, tp=2, dp=8)).plan.shard_group == 4  # two tensor ranks each
+    assert made(replace(run, tp=1, dp=8, num_gpus=8)).plan.shard_group is None  # there is one node only
+
+
+@pytest.mark.parametrize(
+    ("text", "vpp", "name", "chunks"),
+    [
+        ("ZB-1p", None, "zb-1p", 1),
+        ("ZB-H1", None, "zb-1p", 1),
+        ("ZB-H2", None, "zb-2p", 1),
+        ("ZB-V", None, "zb-v", 2),
+        ("GPipe", None, "gpipe", 1),
+        ("eager-1F1B", None, "eager-1f1b", 1),
+        ("DeepSpeed 1F1B", None, "1f1b", 1),
+        ("interleaved", 2, "interleaved", 2),
+        ("interleaved 1F1B", 2, "interleaved", 2),
+        ("1F1B", 2, "interleaved", 2),
+    ],
+)
+def test_schedules_are_known_by_many_names(text: str, vpp: int | None, name: str, chunks: int) -> None:
+    plan = made(replace(SMALL, schedule=text, vpp=vpp)).plan
+    assert (plan.schedule, len(plan.pipelines[0].stages[0].layers)) == (name, chunks)
 
 
 def test_what_is_left_open_becomes_several_plans() -> None:
@@ -287,6 +327,8 @@ def test_redistributed_layers_leave_the_last_stage_the_head() -> None:
     # 65536 / (12 x 3072 + 2 x 4096) = 1.45 layers, so that 3 + 1.45 there and 5 elsewhere beat 4 + 1.45.
     sizes = [stop - start for [(start, stop)] in layers_of(made(RUNS["vocabparallel-0027"]).plan)]
     assert sizes == [4, 4, 4, 4, 4, 4, 5, 3]
+    few = replace(RUNS["vocabparallel-0027"], num_layers=7)
+    assert reason(few) == "num_layers 7 over pp 8: does not divide, and how it was cut is not published"
     assert reason(RUNS["vocabparallel-0009"]) == "vocabulary parallelism"
 
 
