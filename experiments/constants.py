@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -58,6 +59,40 @@ class Constants:
             start_s=self.links.start_s if fabric.start_s == links().start_s else fabric.start_s,
             step_s=self.links.step_s if fabric.step_s == links().step_s else fabric.step_s,
         )
+
+
+FACTOR_TOLD = "; rates of matmuls and attention x "
+"""In the source of an efficiency record, before the factor that runs gave it."""
+
+
+def rates_measured(record: Efficiency) -> bool:
+    """Whether there are micro-benchmarks of a record's matmuls; where there are none, its source says so."""
+    return "not measured" not in record.source and re.search(r"nominal: [^;]*matmul_fraction", record.source) is None
+
+
+def with_factor(record: Efficiency, factor: float) -> Efficiency:
+    """The record with matmuls and attention faster by a factor, or by as much of it as makes no fraction more than 1."""
+    factor = min(factor, 1 / record.matmul_fraction, 1 / record.attention_fraction)
+    return replace(record, matmul_fraction=record.matmul_fraction * factor, attention_fraction=record.attention_fraction * factor)
+
+
+def told_factor(record: Efficiency, factor: float, stack_name: str) -> Efficiency:
+    """The record with a factor that runs of a stack gave it, to two digits after the point, and told of in its source."""
+    factor = float(f"{factor:.2f}")
+    while factor * max(record.matmul_fraction, record.attention_fraction) > 1:
+        factor = round(factor - 0.01, 2)
+    return replace(with_factor(record, factor), source=f"{record.source}{FACTOR_TOLD}{factor:.2f} by runs of {stack_name}")
+
+
+def without_factor(record: Efficiency) -> Efficiency:
+    """The record as it was before an earlier fit on runs, whose factor its source tells, so that factors do not pile up."""
+    begun, told, rest = record.source.partition(FACTOR_TOLD)
+    if not told:
+        return record
+    factor = float(rest.split()[0])
+    # Rounded as the file that it was read from: to four digits.
+    rates = {name: float(f"{getattr(record, name) / factor:.4g}") for name in ("matmul_fraction", "attention_fraction")}
+    return replace(record, source=begun, **rates)
 
 
 def _renewed(record: Record, shipped: Record, new: Record) -> Record:

@@ -170,7 +170,8 @@ def _comparison(run: Run, quantity: str | None) -> Comparison:
         schedule=" ".join(str(part) for part in (run.schedule, run.vpp) if part is not None),
         parallelisation=(run.tp, run.pp, run.cp, run.ep, run.zero_stage_or_fsdp, run.plan_json),
         setting=(
-            *(run.table_or_fig, run.model_name, run.num_layers, run.seq_len, run.num_gpus, run.precision),
+            *(run.cluster, run.gpu_type, run.num_gpus, run.gpus_per_node, run.inter_node_GBps_per_node),
+            *(run.model_name, run.num_layers, run.hidden, run.seq_len, run.vocab, run.precision),
             *(run.tp, run.pp, run.dp, run.cp, run.ep, run.zero_stage_or_fsdp, run.plan_json),
             *(run.micro_batch, run.global_batch, run.recompute, run.sequence_parallel, run.framework),
         ),

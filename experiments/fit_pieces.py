@@ -32,6 +32,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 from scipy.sparse import lil_matrix
 
+from experiments.constants import without_factor
 from sim.cost.pieces import (
     AttentionWork,
     LayerWork,
@@ -509,7 +510,8 @@ def fit_pieces(data_folder: str | Path, seed: int = 0, holdout: float = 0.5) -> 
     for owner, found in _rounded(values).items():
         own: dict[str, Any] = {name: value for name, value in found.items() if name != "burst"}
         if owner in efficiencies():
-            records[owner] = replace(efficiencies()[owner], **own, source=_source(table[table.record == owner], own))
+            begun, told = without_factor(efficiencies()[owner]), _source(table[table.record == owner], own)
+            records[owner] = replace(begun, **own, source=told)
         others[owner] = {name: value for name, value in found.items() if owner not in efficiencies() or name == "burst"}
     return PiecesFit(records, others, _summary(table))
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from experiments.constants import Constants, constants_text
+from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
 from experiments.fidelity import is_out_of_memory, measured_peak_bytes, unpublished
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
@@ -50,12 +50,6 @@ MOST_INSTRUCTIONS = 20_000
 
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
-
-_NOT_MEASURED = "not measured"
-"""In the source of an efficiency record of whose kinds there are no micro-benchmarks."""
-
-_FACTOR_TOLD = "; rates of matmuls and attention x "
-"""In the source of such a record, before the factor that runs gave it."""
 
 FIRST_STEPS = 3
 """Steps of the search from each start, before the best of them is searched to its end."""
@@ -155,11 +149,13 @@ def fit(
     progress: Callable[[], None] | None = None,
     processes: int | None = None,
     by: str = "run",
+    anew: bool = True,
 ) -> Fitted:
     """The constants that fit micro-benchmarks and a part of the runs: efficiency records and links first, then each stack.
 
     Of the failures those count that ran out of memory. `holdout` is the share of the runs, and failures, that is left out, drawn
-    by lot with `seed`; see `split`. A stack all of whose sources are left out begins anew from the middles of the priors.
+    by lot with `seed`; see `split`. What the runs do not tell stands in the middle of its prior, or, unless `anew`, keeps its
+    value; the shipped ones were fitted on all published runs, which must have no say where they are held out.
     `progress` is called once for each stack. Raises InputError as `split`, KeyboardInterrupt where Ctrl-C ended the work.
     """
     calibration, held = split(runs, holdout, seed, by)
@@ -174,7 +170,7 @@ def fit(
             continue
         by_stack.setdefault(row.cluster.stack.name, []).append(run)
         for kind in {node.gpu for node in row.cluster.nodes}:
-            if kind.efficiency in names and _NOT_MEASURED in kind.efficiency.source:
+            if kind.efficiency in names and not rates_measured(kind.efficiency):
                 records.setdefault(names[kind.efficiency], Counter())[row.cluster.stack.name] += 1
     failed: dict[str, list[Run]] = {}
     for run in out_of_memory:
@@ -185,7 +181,7 @@ def fit(
     free = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
     tasks = [
         Task(
-            stack(name),
+            _unfitted(stack(name)) if anew else stack(name),
             tuple(rows),
             tuple(failed.get(name, ())),
             constants,
@@ -201,14 +197,9 @@ def fit(
     renewed = dict(efficiencies()) | dict(constants.efficiencies)
     for one in fitted:
         for record, factor in one.factors.items():
-            begun = without_factor(renewed[record])
-            told = f"{_FACTOR_TOLD}{factor:.2f} by runs of {one.stack.name}"
-            renewed[record] = replace(with_factor(begun, float(f"{factor:.2f}")), source=f"{begun.source}{told}")
-    unseen: set[str] = set()
-    if by == "source":
-        rows = (modelled(run, known) for run in held)
-        unseen = {row.cluster.stack.name for row in rows if isinstance(row, Modelled)} - set(by_stack)
-    kept = {name: _unfitted(one) if name in unseen else one for name, one in stacks().items()}
+            renewed[record] = told_factor(without_factor(renewed[record]), factor, one.stack.name)
+    held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
+    kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {one.stack.name: one.stack for one in fitted}
     text = constants_text(Constants(renewed, kept, constants.links))
     return Fitted(text, frozenset(run.id for run in (*calibration, *out_of_memory)))
@@ -392,21 +383,6 @@ def _rounded(stack: Stack, parameters: Sequence[Parameter]) -> Stack:
     """The stack with its constants to three digits, and those near their least bound at zero, where that is allowed."""
     values = {p.name: float(f"{getattr(stack, p.name):.3g}") for p in parameters}
     return _with_constants(stack, values)
-
-
-def with_factor(record: Efficiency, factor: float) -> Efficiency:
-    """The record with matmuls and attention faster by a factor; no fraction goes above 1."""
-    return replace(
-        record,
-        matmul_fraction=min(1.0, record.matmul_fraction * factor),
-        attention_fraction=min(1.0, record.attention_fraction * factor),
-    )
-
-
-def without_factor(record: Efficiency) -> Efficiency:
-    """The record as it was before an earlier fit on runs, whose factor its source tells, so that factors do not pile up."""
-    begun, told, rest = record.source.partition(_FACTOR_TOLD)
-    return replace(with_factor(record, 1 / float(rest.split()[0])), source=begun) if told else record
 
 
 def split(runs: Sequence[Run], holdout: float, seed: int, by: str = "run") -> tuple[list[Run], list[Run]]:

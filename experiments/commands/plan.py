@@ -70,7 +70,9 @@ def _above_zero(text: object) -> float:
 
 PlannerName = Annotated[
     str,
-    typer.Option("--planner", metavar="NAME", help="Who searches: motley, flashflex, megatron or another planner (docs/planners.md)."),
+    typer.Option(
+        "--planner", metavar="NAME", help="Who searches: motley, flashflex, megatron or another planner (docs/planners.md)."
+    ),
 ]
 ObjectiveName = Annotated[
     str,

@@ -174,7 +174,8 @@ def validate(
         share, lot = DEFAULT_HOLDOUT if holdout is None else holdout, seed or DEFAULT_SEED
         try:
             with count_progress("software stacks fitted", len(stacks())) as progress:
-                fitted = fit_constants(measured, failed, lot, share, progress, processes, holdout_by or HOLDOUT_BY[0])
+                by = holdout_by or HOLDOUT_BY[0]
+                fitted = fit_constants(measured, failed, lot, share, progress, processes, by, anew=runs is None)
         except KeyboardInterrupt:
             raise _interrupted() from None
         chosen, calibration_ids = parse_constants(fitted.constants_text, "the fitted constants"), fitted.calibration_ids

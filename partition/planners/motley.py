@@ -22,13 +22,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from typing import TypeAlias
 
 import numpy as np
 
 from partition.assembly import Assembly, Groups
-from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, usable_nodes
+from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, stage, usable_nodes
 from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
 from partition.pricing import Pricing
@@ -36,7 +37,7 @@ from partition.room import Room
 from partition.search import BudgetSpent, Search, register
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
-from sim.spec.plan import Plan, Stage
+from sim.spec.plan import Pipeline, Plan, Stage
 
 MICRO_BATCHES = (1, 2, 4, 8)
 
@@ -53,8 +54,8 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-STARTED, WALKED, TUNED = 0.15, 0.5, 0.6
-"""The shares of the budget after which starts, annealing and tuning end; the rest is for the judge."""
+STARTED, RESETTLED, WALKED, TUNED = 0.15, 0.4, 0.5, 0.6
+"""The shares of the budget after which starts, other settings, annealing and tuning end; the rest is for the judge."""
 
 PART_GPUS, FEWEST_PART_GPUS = 96, 32
 """Of a cluster with more GPUs than these, the search begins with an equal part of it, of at least so many."""
@@ -64,9 +65,13 @@ SHARE_OF_PART = 0.3
 
 FINALISTS = 24
 
+MOST_SEQUENCES = 16
+"""The largest micro-batch that is tried."""
+
 TUNINGS, POLISHED = 60, 200
 """The most improvements of a finalist by the fast judge, and the most changes of the best one that the judge is asked for."""
 
+SCHEDULES = ("1f1b", "eager-1f1b")
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
 
@@ -126,6 +131,7 @@ class _Hunt:
                     break
         if copies == 1 or not self.found:
             self.start()
+        self.resettle()
         self.judge_best()
         self.explore()
         self.finish()
@@ -136,6 +142,15 @@ class _Hunt:
             self.score_s(start)
             if self.late(STARTED) and self.found:
                 break
+
+    def resettle(self) -> None:
+        """Prices the best layouts with all other settings and micro-batches."""
+        for _, layout, _ in self.ranked()[:WALKS]:
+            parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
+            for schedule, zero_stage, sequence_parallel, size in product(SCHEDULES, (0, 1), parallel, MICRO_BATCHES):
+                if self.late(RESETTLED):
+                    return
+                self.score_s(replace(layout, micro_batch=size, settings=Settings(schedule, zero_stage, sequence_parallel)))
 
     def explore(self) -> None:
         """Anneals from the best layouts."""
@@ -182,6 +197,7 @@ class _Hunt:
         budget_s = SHARE_OF_PART * self.search.budget_s / WALKED
         hunt = _Hunt(Search(cluster, job, self.search.judge, self.search.seed, budget_s), parts[0], copies)
         hunt.start()
+        hunt.resettle()
         hunt.explore()
         for _, layout, _ in hunt.ranked()[:MOST_MET]:
             pipelines = []
@@ -246,7 +262,7 @@ class _Hunt:
         for pipes in self._dealt():
             for size in sizes[:2]:
                 if len(pipes) * size <= self.job.global_batch:
-                    for schedule in ("1f1b", "eager-1f1b"):
+                    for schedule in SCHEDULES:
                         layout = Layout(pipes, size, Settings(schedule))
                         if layout not in seen:
                             seen.add(layout)
@@ -670,7 +686,7 @@ class _Hunt:
         return [math.inf if one is None else getattr(next(verdicts), "iteration_s", math.inf) for one in plans]
 
     def _variants(self, draft: Draft) -> Iterator[Draft]:
-        """The draft with a layer moved between two stages of pipelines that are alike, or a micro-batch between pipelines."""
+        """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized."""
         families: dict[object, list[int]] = {}
         for p, pipeline in enumerate(draft):
             sign = tuple((self.kind[s.replicas[0].devices[0]], len(s.replicas[0].devices), s.layers) for s in pipeline.stages)
@@ -702,6 +718,21 @@ class _Hunt:
                     made[p] = replace(draft[p], micro_batches=draft[p].micro_batches - 1)
                     made[q] = replace(draft[q], micro_batches=draft[q].micro_batches + 1)
                     yield tuple(made)
+            yield from self._with_other_micro_batches(draft, ones)
+
+    def _with_other_micro_batches(self, draft: Draft, members: Sequence[int]) -> Iterator[Draft]:
+        """The draft with the same sequences of some pipelines in micro-batches of another size, recomputed as memory asks for."""
+        totals = {draft[p].micro_batch * draft[p].micro_batches for p in members}
+        for size in range(1, MOST_SEQUENCES + 1):
+            if size == draft[members[0]].micro_batch or any(total % size for total in totals):
+                continue
+            for mode in ("none", "full"):
+                made = list(draft)
+                for p in members:
+                    stages = tuple(stage(part.replicas[0].devices, part.layers[0], size, mode) for part in draft[p].stages)
+                    total = draft[p].micro_batch * draft[p].micro_batches
+                    made[p] = Pipeline(size, total // size, stages)
+                yield tuple(made)
 
 
 def _renamed(group: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
@@ -730,14 +761,14 @@ def _deal(runs: Sequence[Sequence[tuple[str, ...]]], twins: int) -> list[Groups]
 
 def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage, ...]:
     """The stages with one layer less in one, and one more in another; what lies between moves along."""
-    counts = [stage.layer_count for stage in stages]
+    counts = [part.layer_count for part in stages]
     counts[giver] -= 1
     counts[taker] += 1
     made, start = [], 0
-    for stage, count in zip(stages, counts, strict=True):
-        held = stage.recomputed()["full"]
-        full = count if held == stage.layer_count else min(held, count)
-        made.append(_with_full(replace(stage, layers=((start, start + count),)), full))
+    for part, count in zip(stages, counts, strict=True):
+        held = part.recomputed()["full"]
+        full = count if held == part.layer_count else min(held, count)
+        made.append(_with_full(replace(part, layers=((start, start + count),)), full))
         start += count
     return tuple(made)
 

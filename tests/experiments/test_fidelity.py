@@ -136,6 +136,13 @@ def test_pairs_of_schedules_are_those_of_one_setting_whose_measured_times_differ
     assert schedule_pairs(rows[3:]) is None
 
 
+def test_runs_of_two_tables_that_differ_in_their_schedules_only_are_a_pair_and_those_on_other_gpus_are_none() -> None:
+    plain, other = replace(GPT_22B, table_or_fig="Table 4"), replace(GPT_22B, table_or_fig="Table 6", schedule="ZB-1p")
+    (one,), (two,) = predict(plain), predict(replace(other, iter_time_s=2.0))
+    (third,) = predict(replace(other, gpu_type="A100-40GB-SXM", iter_time_s=2.0))
+    assert schedule_pairs([one, two]) is not None and schedule_pairs([one, third]) is None
+
+
 def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modelled() -> None:
     told = summary(
         [

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from experiments.constants import Constants
+from experiments.constants import Constants, told_factor, with_factor, without_factor
 from experiments.fidelity import measured_peak_bytes
 from experiments.fitting import (
     MEMORY_PARAMETERS,
@@ -19,8 +19,6 @@ from experiments.fitting import (
     Task,
     fit_stack,
     split,
-    with_factor,
-    without_factor,
 )
 from experiments.published import Modelled, Run, modelled, read_assumptions
 from sim.cost.estimate import Estimate
@@ -218,20 +216,23 @@ def test_the_rate_of_kinds_without_micro_benchmarks_is_found() -> None:
     assert fitted(rows).factors == {} and fitted(rows).time_error > 3 * found.time_error
 
 
-def test_a_factor_that_runs_gave_is_taken_back_before_the_next_one() -> None:
-    record = replace(efficiencies()["volta"], source="not measured: guessed")
-    once = replace(
-        with_factor(record, 0.95), source="not measured: guessed; rates of matmuls and attention x 0.95 by runs of own"
-    )
-    undone = without_factor(once)
-    assert undone.source == record.source and undone.matmul_fraction == pytest.approx(record.matmul_fraction, rel=1e-12)
+@pytest.mark.parametrize("factor", [0.9512, 1.04, 3.0])
+def test_a_factor_that_runs_gave_is_taken_back_before_the_next_one(factor: float) -> None:
+    record = replace(efficiencies()["volta"], matmul_fraction=0.82, attention_fraction=0.5, source="guessed")
+    once = told_factor(record, factor, "own")
+    assert once.source.startswith("guessed; rates of matmuls and attention x ") and once.source.endswith(" by runs of own")
+    assert once.matmul_fraction == pytest.approx(min(0.82 * factor, 1.0), rel=0.02)
+    assert once.matmul_fraction <= 1 and once.matmul_fraction / once.attention_fraction == pytest.approx(0.82 / 0.5)
+    assert without_factor(once) == record
     assert without_factor(record) == record
 
 
 def test_no_fraction_goes_above_one() -> None:
     record = efficiencies()["volta"]
     fast = with_factor(record, 2.5)
-    assert fast.matmul_fraction == 1.0 and fast.attention_fraction == pytest.approx(2.5 * record.attention_fraction)
+    # Both are faster by the same factor, so that it can be taken back.
+    assert fast.matmul_fraction == 1.0
+    assert fast.attention_fraction == pytest.approx(record.attention_fraction / record.matmul_fraction)
     assert replace(fast, matmul_fraction=record.matmul_fraction, attention_fraction=record.attention_fraction) == record
 
 
