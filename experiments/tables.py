@@ -438,7 +438,7 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
         ("Runs of which the micro-batch or the interleaving is not published, at the best that fits", assumed_cells(summaries))
     )
     found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
-    found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.checks)))
+    found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.held_out_checks)))
     found.append(("Runs that are not modelled", reason_cells(overall)))
     return [(title, cells) for title, cells in found if len(cells) > 1]
 

@@ -139,16 +139,16 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
         constants_text: str = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n"
         calibration_ids: frozenset[str] = frozenset({"v-1", "v-3"})
 
-    def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object) -> Found:
+    def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object, anew: bool) -> Found:
         assert (failures, others[1]) == ([], 1)
-        asked.append(([run.id for run in runs], seed, holdout, others[2]))
+        asked.append(([run.id for run in runs], seed, holdout, others[2], anew))
         return Found()
 
     monkeypatch.setattr(fitting, "fit", fit, raising=False)
     constants, report = world.folder / "constants.yaml", world.folder / "out.json"
     ran = motley("validate", "--runs", runs, "--jobs", 1, "--fit", "--seed", 7, "--out", constants, "--json", report)
     assert ran.code == 0, ran.err
-    assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5, "run")]
+    assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5, "run", False)]
     assert constants.read_text() == Found().constants_text
     found = json.loads(report.read_text())
     by_id = {row["id"]: row for row in found["runs"] if row["quantity"] == "iter_time_s"}
@@ -179,7 +179,7 @@ def test_an_interrupt_leaves_nothing_behind(motley: Motley, world: World, runs: 
 
 
 def test_an_interrupt_of_the_fit_is_told(motley: Motley, world: World, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **flags: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fitting, "fit", interrupted)
