@@ -95,10 +95,5 @@ def _os_error_text(error: OSError) -> str:
     return f"{error.filename}: {error.strerror.lower()}"
 
 
-def main() -> None:
-    """Runs the command line and ends the process."""
-    sys.exit(run())
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run())

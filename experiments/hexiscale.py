@@ -21,7 +21,7 @@ from sim.spec.reading import InputError, Table, read_yaml, write_file
 from sim.spec.trace import trace_json
 from sim.spec.transformer import transformer
 
-PLANNERS = ("megatron", "flashflex", "random")
+PLANNERS = ("motley", "flashflex", "megatron", "random")
 BUDGET_S = 4.0
 GLOBAL_BATCH = 256
 SEQUENCE_LENGTH = 4096

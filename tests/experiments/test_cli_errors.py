@@ -337,3 +337,18 @@ def test_a_model_that_fits_no_plan_exits_with_1_and_says_which_memory_lacks(motl
     assert written["infeasible"]["reason"] == "memory"
     assert written["infeasible"]["need_bytes"] > written["infeasible"]["have_bytes"]
     assert [written[key] for key in ("iteration_s", "tokens_per_s", "mfu", "peak_bytes", "dollars")] == [None] * 5
+
+
+def test_an_interrupt_while_it_is_imported_is_one_line() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'experiments.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from experiments.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "motley: interrupted\n")
