@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import gcd
 from typing import TypeAlias
 
@@ -32,6 +32,7 @@ from partition.assembly import Assembly, Groups
 from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, stage, usable_nodes
 from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
+from partition.planners.megatron import grids
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
@@ -256,17 +257,24 @@ class _Hunt:
     # --- Starts ---
 
     def starts(self) -> Iterator[Layout]:
-        """Layouts to begin with, each once."""
+        """Layouts to begin with, each once: symmetric grids, and nodes dealt to pipelines."""
+        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0][:2]
+        grid_layouts = (
+            Layout(
+                tuple(tuple(part.replicas[0].devices for part in pipe.stages) for pipe in draft), draft[0].micro_batch, settings
+            )
+            for draft, settings in grids(self.search, list(self.nodes.values()))
+        )
+        dealt = (
+            Layout(pipes, size, Settings(schedule))
+            for pipes, size, schedule in product(self._dealt(), sizes, SCHEDULES)
+            if len(pipes) * size <= self.job.global_batch
+        )
         seen = set()
-        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0]
-        for pipes in self._dealt():
-            for size in sizes[:2]:
-                if len(pipes) * size <= self.job.global_batch:
-                    for schedule in SCHEDULES:
-                        layout = Layout(pipes, size, Settings(schedule))
-                        if layout not in seen:
-                            seen.add(layout)
-                            yield layout
+        for layout in chain(grid_layouts, dealt):
+            if layout not in seen:
+                seen.add(layout)
+                yield layout
 
     def _dealt(self) -> Iterator[tuple[Groups, ...]]:
         """Pipelines of groups of one degree, dealt from teams of nodes."""
