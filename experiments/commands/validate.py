@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- begin: motley validate -->", "<!-- end: motley validate -->"
 """The lines of a Markdown file between which the tables stand."""
 
+DEFAULT_PLOT = "parity.png"
 DEFAULT_HOLDOUT, DEFAULT_SEED = 0.5, 0
 HOLDOUT_BY = ("run", "nodes", "source")
 
@@ -68,7 +69,12 @@ JsonFile = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw predicted over measured times: .png, .svg or .pdf.", show_default=False),
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help=f"Draw predicted over measured times: .png, .svg or .pdf; of the published runs {DEFAULT_PLOT} by default.",
+        show_default=False,
+    ),
 ]
 MarkdownFile = Annotated[
     Path | None,
@@ -145,7 +151,9 @@ def validate(
 
     Examples:
 
-      motley validate --json errors.json --plot parity.png
+      motley validate
+
+      motley validate --json errors.json --plot errors.svg
 
       motley validate --runs my_runs.csv
 
@@ -159,6 +167,8 @@ def validate(
     _check_fit_flags(fit, holdout, holdout_by, seed, out, constants)
     path, failed_path = runs or PUBLISHED, failures or (FAILED if runs is None else None)
     inputs = [file for file in (path, failed_path, constants) if file is not None]
+    if plot is None and runs is None and json_file != "-":
+        plot = Path(DEFAULT_PLOT)
     files = outputs({"--json": json_file, "--plot": plot, "--markdown": markdown, "--out": out}, inputs=inputs)
     around = ("", "") if markdown is None else _around(markdown)
     if plot is not None:

@@ -89,6 +89,10 @@ def test_without_files_the_shipped_runs_are_replayed(
         "out_of_memory": {"count": 1, "right": 0, "not_modelled": 0, "share": 0.0, "reasons": {}},
     }
     assert "ran out of memory" in ran.err
+    # Without any option: the tables, and the picture in the folder where one is.
+    monkeypatch.chdir(world.folder)
+    assert motley("validate", "--jobs", 1).code == 0
+    assert (world.folder / "parity.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_and_the_tables_are_written_and_rewritten_between_their_marks(
