@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -414,6 +415,9 @@ def parent(launcher: Launcher) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
+        for pid in launcher.pids():  # one that outlives its parent would keep the pipe open, and the test waiting
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
