@@ -24,6 +24,8 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
+import numpy as np
+
 from partition.assembly import Assembly, Groups
 from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, usable_nodes
 from partition.graph import DeviceGraph
@@ -92,7 +94,7 @@ def flashflex(search: Search) -> None:
     nodes = usable_nodes(search)
     if not nodes:
         return
-    climb = _Climb(search, nodes)
+    climb = Climb(search, nodes)
     starts = climb.starts()
     climb.judge_best()
     for start in starts:
@@ -104,12 +106,12 @@ def flashflex(search: Search) -> None:
     judge_in_order(search, climb.ranked())
 
 
-class _Climb:
+class Climb:
     """The local search: what was priced so far, and how much more may be."""
 
-    def __init__(self, search: Search, nodes: Sequence[Node]) -> None:
+    def __init__(self, search: Search, nodes: Sequence[Node], rng: np.random.Generator | None = None) -> None:
         self.search, self.nodes = search, {node.name: node for node in nodes}
-        self.rng = search.rng
+        self.rng = rng or search.rng
         self.pricing = Pricing(search.cluster, search.job)
         self.assembly = Assembly(search.cluster, search.job, self.pricing)
         self.graph = DeviceGraph(self.pricing.network, nodes)
@@ -129,7 +131,7 @@ class _Climb:
         if found is None:
             self.search.check_budget()
             found = float("inf")
-            draft = self.assembly.draft(self._pipelines(candidate), candidate.micro_batch, candidate.settings)
+            draft = self.assembly.draft(self.pipelines(candidate), candidate.micro_batch, candidate.settings)
             if draft is not None:
                 found = self.pricing.price_s(draft, candidate.settings)
                 self.priced[candidate] = found, draft
@@ -141,7 +143,7 @@ class _Climb:
         """Whether all that may be priced is."""
         return len(self._seen) >= self.allowed
 
-    def _pipelines(self, candidate: Candidate) -> list[Groups]:
+    def pipelines(self, candidate: Candidate) -> list[Groups]:
         """The stages of all pipelines: each block's groups are dealt to the twins of its team in equal runs."""
         found = []
         for team in candidate.teams:

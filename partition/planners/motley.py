@@ -5,15 +5,16 @@ the layers under memory limits, what each stage recomputes (`partition.assembly`
 by their speed. So the search is over layouts alone:
 
     0  A large cluster of equal nodes begins with a part of it; what is found there stands on every part, and is improved.
-    1  Starts: every way to deal the nodes, in the order of the path whose slowest link is fastest, to equal pipelines: all nodes
-       together, by kind of GPU, by METIS parts of the graph of devices, node by node, group by group; for every degree.
+    1  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
+       path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
+       of devices, node by node, group by group; for every degree.
     2  Annealing from the best of them: groups split, join, move, swap, turn, leave and come back; pipelines join, divide, are
        dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way to a better one.
     3  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
     4  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
 
-The fast judge is `sim.cost.estimates`. Leaving slow GPUs out is a legal answer. Left out: groups that span nodes, stages whose
-replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
+The fast judge is the price of a draft (`partition.pricing`). Leaving slow GPUs out is a legal answer. Left out: groups that
+span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain, islice, product
 from math import gcd
 from typing import TypeAlias
 
@@ -32,6 +33,7 @@ from partition.assembly import Assembly, Groups
 from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, stage, usable_nodes
 from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
+from partition.planners.flashflex import Climb
 from partition.planners.megatron import grids
 from partition.pricing import Pricing
 from partition.room import Room
@@ -115,6 +117,8 @@ class _Hunt:
         self.node = {device.name: device.node.name for device in search.cluster.devices}
         self.speed = {name: search.cluster.device(name).gpu.peak(self.job.precision) or 0.0 for name in self.graph.devices}
         self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
+        self.partitioned: list[tuple[float, Draft, Settings]] = []
+        """The best drafts of the graph partition, with their prices."""
         self.known: dict[Layout, float] = {}
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
@@ -132,6 +136,8 @@ class _Hunt:
                     break
         if copies == 1 or not self.found:
             self.start()
+            self.judge_best()
+            self.partition_graph()
         self.resettle()
         self.judge_best()
         self.explore()
@@ -143,6 +149,19 @@ class _Hunt:
             self.score_s(start)
             if self.late(STARTED) and self.found:
                 break
+
+    def partition_graph(self) -> None:
+        """Prices what `flashflex` finds by itself, the best of which are finalists: where memory is tight, few layouts fit."""
+        climb = Climb(self.search, list(self.nodes.values()), np.random.default_rng(self.search.seed))
+        starts = climb.starts()
+        for start in starts:
+            climb.improve(start, climb.allowed // (2 * len(starts)))
+        climb.explore()
+        for candidate in sorted(climb.priced, key=lambda candidate: climb.priced[candidate][0])[:MOST_MET]:
+            self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
+        if climb.priced:
+            found = islice(climb.ranked(), FINALISTS // 2)
+            self.partitioned = [(self.pricing.price_s(draft, settings), draft, settings) for draft, settings in found]
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
@@ -198,6 +217,7 @@ class _Hunt:
         budget_s = SHARE_OF_PART * self.search.budget_s / WALKED
         hunt = _Hunt(Search(cluster, job, self.search.judge, self.search.seed, budget_s), parts[0], copies)
         hunt.start()
+        hunt.partition_graph()
         hunt.resettle()
         hunt.explore()
         for _, layout, _ in hunt.ranked()[:MOST_MET]:
@@ -629,7 +649,7 @@ class _Hunt:
         self.judge_best()
         entries = self.ranked()[:FINALISTS]
         tuned = list(side_by_side(self._tuned_entry, entries, self.search.check_budget))
-        tuned.sort(key=lambda entry: entry[0])
+        tuned = sorted([*tuned, *self.partitioned], key=lambda entry: entry[0])
         best: tuple[float, Draft, Settings] | None = None
         size = 2 * cores()
         for at in range(0, len(tuned), size):
