@@ -286,7 +286,7 @@ def _shared_ends(plan: Plan, lanes: list[Lane]) -> dict[LayerRange, set[str]]:
 def _forward(lane: Lane, m: int, layers: LayerRange) -> Iterator[Instruction]:
     """The forward of one chunk; under ZeRO 3 part by part, the next part's parameters gathered meanwhile."""
     parts = lane.parts(layers, m, backward=False)
-    if lane.split != "all" or layers[0] == layers[1]:  # an end without layers has nothing to gather: it stays whole
+    if not lane.gathers(layers):
         yield Forward(m, layers)
         return
     yield GatherParameters(parts[0], m)
@@ -312,7 +312,7 @@ def _backward(
     parameters.
     """
     parts = lane.parts(layers, m, backward=True)[::-1]
-    gathers = lane.split == "all" and kind is not BackwardWeight and layers[0] < layers[1]
+    gathers = lane.gathers(layers) and kind is not BackwardWeight
     if gathers:
         yield GatherParameters(parts[0], m, backward=True)
     for i, (start, stop) in enumerate(parts):

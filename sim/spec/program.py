@@ -213,6 +213,10 @@ class Lane:
         inside = tuple(b for b in self.buckets if layers[0] <= b[0] and b[1] <= layers[1])
         return inside or (layers,)
 
+    def gathers(self, part: LayerRange) -> bool:
+        """Whether a part's parameters are gathered before it works: under ZeRO 3; ends without layers stay whole."""
+        return self.split == "all" and part[0] < part[1]
+
     def chunk(self, part: LayerRange) -> LayerRange:
         """The lane's layer range that a part is of."""
         return part if part in self.layers else next(r for r in self.layers if r[0] <= part[0] and part[1] <= r[1])
@@ -287,7 +291,7 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
                 found += [(here, RecvActivation(m, e.layer, e.peer, e.sequences)) for e in lane.previous if e.layer == start]
             else:
                 found.append((here, Forward(m, earlier)))
-            if lane.split == "all":
+            if lane.gathers(part):
                 found.append((here, GatherParameters(part, m)))
             return found
         case Backward(m, (_, stop) as part) | BackwardInput(m, (_, stop) as part):
@@ -297,7 +301,7 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
                 found += [(here, RecvGradient(m, e.layer, e.peer, e.sequences)) for e in lane.next if e.layer == stop]
             else:
                 found.append((here, type(instruction)(m, later)))
-            if lane.split == "all":
+            if lane.gathers(part):
                 found.append((here, GatherParameters(part, m, backward=True)))
             return found
         case BackwardWeight(m, layers):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sim.cost.network import NOTHING, Network, Transfer, scaled, together
-from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, Nic, Node, WideAreaLink
+from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, Nic, Node, WideAreaLink, links
 from sim.spec.gpu import gpu_kind
 from sim.spec.reading import InputError
 
@@ -228,7 +228,9 @@ def test_efficiencies_scale_every_link_and_can_be_overridden() -> None:
         two = network(node("a", nic=Nic("ethernet", 10e9)), pcie, fabric=Fabric(protocol_efficiency=overrides))
         return tuple(list(path(two, *ends).values()) for ends in (("a/0", "a/1"), ("b/0", "b/7"), ("a/0", "b/0")))  # type: ignore[return-value]
 
-    nominal = ([228, 228], [13.68, 13.68, 9.12, 13.68, 13.68], [9.2, 9.2, 13.68])
+    nvlink, pcie, ethernet = (links().efficiency[kind] for kind in ("nvlink", "pcie", "ethernet"))
+    switch, host = 24 * pcie, 16 * pcie
+    nominal = ([300 * nvlink] * 2, [switch, switch, host, switch, switch], [10 * ethernet, 10 * ethernet, switch])
     for found, expected in zip(rates(), nominal, strict=True):
         assert found == pytest.approx(expected)
     changed = ([150, 150], [18, 18, 12, 18, 18], [5, 5, 18])

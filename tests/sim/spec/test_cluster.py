@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink, read_cluster
+from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink, links, read_cluster
 from sim.spec.gpu import gpu_kind
 from sim.spec.reading import InputError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 
 GBIT = 1e9 / 8
+START_S, STEP_S = links().start_s, links().step_s  # fitted constants, whose values are not this file's business
 NIC = "nic: {kind: ethernet, bandwidth: 10 Gbit/s}"
 A100 = f"{{name: a, gpu: A100-80GB-SXM, gpus: 2, intra: nvlink, {NIC}}}"
 
@@ -92,9 +93,9 @@ def test_every_example_cluster_is_tested_here() -> None:
 def test_the_mixed_cluster_b_is_read_whole() -> None:
     cluster = read_cluster(EXAMPLES / "hexiscale-mixed-b.yaml")
     nic = Nic("ethernet", 10 * GBIT)
-    pcie = Intra("pcie4", 24e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=24e9, latency_s=1e-6, step_s=3.5e-6)
+    pcie = Intra("pcie4", 24e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=24e9, latency_s=1e-6, step_s=STEP_S)
     nvlink = Intra(
-        "nvlink", 300e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=300e9, latency_s=0.6e-6, step_s=3.5e-6
+        "nvlink", 300e9, gpus_per_switch=4, sockets=2, host_bandwidth_bytes_per_s=300e9, latency_s=0.6e-6, step_s=STEP_S
     )
     assert cluster == Cluster(
         "hexiscale-mixed-b",
@@ -104,7 +105,7 @@ def test_the_mixed_cluster_b_is_read_whole() -> None:
             Node("rtx4090", gpu_kind("RTX4090"), 8, pcie, nic),
             Node("a100", gpu_kind("A100-80GB-SXM"), 8, nvlink, nic),
         ),
-        Fabric(latency_s=50e-6, oversubscription=1.0, start_s=32e-6, step_s=3.5e-6),
+        Fabric(latency_s=50e-6, oversubscription=1.0, start_s=START_S, step_s=STEP_S),
     )
 
 
@@ -143,7 +144,7 @@ def test_the_rate_inside_a_node_follows_from_the_link_and_the_gpu(
     tmp_path: Path, gpu: str, intra: str, rate: float, latency_s: float
 ) -> None:
     found = node(tmp_path, f"gpu: {gpu}, gpus: 8, intra: {intra}").intra
-    assert found == Intra(intra, rate, 4, 2, rate, latency_s, 3.5e-6)
+    assert found == Intra(intra, rate, 4, 2, rate, latency_s, STEP_S)
     assert found.is_nvlink == intra.startswith("nv")
 
 
@@ -151,9 +152,9 @@ def test_an_interconnect_can_be_told_in_full(tmp_path: Path) -> None:
     told = "{kind: pcie4, bandwidth: 20 GB/s, gpus_per_switch: 2, sockets: 1, host_bandwidth: 16 GB/s, latency: 9 us, step: 0 s}"
     assert node(tmp_path, f"gpu: RTX4090, gpus: 8, intra: {told}").intra == Intra("pcie4", 20e9, 2, 1, 16e9, 9e-6, 0.0)
     partly = node(tmp_path, "gpu: RTX4090, gpus: 8, intra: {kind: pcie4, bandwidth: 20 GB/s}").intra
-    assert partly == Intra("pcie4", 20e9, 4, 2, 20e9, 1e-6, 3.5e-6)
+    assert partly == Intra("pcie4", 20e9, 4, 2, 20e9, 1e-6, STEP_S)
     bridged = node(tmp_path, "gpu: RTX3090, gpus: 2, intra: {kind: nvlink, bandwidth: 56 GB/s}").intra
-    assert bridged == Intra("nvlink", 56e9, 4, 2, 56e9, 0.6e-6, 3.5e-6)
+    assert bridged == Intra("nvlink", 56e9, 4, 2, 56e9, 0.6e-6, STEP_S)
 
 
 def test_a_count_of_one_keeps_the_name_and_a_higher_count_numbers_it(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_a_nic_can_be_told_in_full_and_racks_and_sites_beside_it(tmp_path: Path)
 def test_a_single_node_needs_no_nic_and_a_fabric_has_defaults(tmp_path: Path) -> None:
     cluster = nodes(tmp_path, "{name: a, gpu: RTX4090, gpus: 2, intra: pcie4}")
     assert cluster.nodes[0].nic is None
-    assert cluster.fabric == Fabric(latency_s=0.0, oversubscription=1.0, start_s=32e-6, step_s=3.5e-6)
+    assert cluster.fabric == Fabric(latency_s=0.0, oversubscription=1.0, start_s=START_S, step_s=STEP_S)
     assert cluster.fabric.efficiency("infiniband") == 0.92
 
 
