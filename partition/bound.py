@@ -61,7 +61,7 @@ from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
 from sim.cost.memory import FRAGMENTATION_FRACTION
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
-from sim.spec.cluster import Cluster, Node
+from sim.spec.cluster import Cluster, Node, WideAreaLink, rack_name
 from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -299,6 +299,9 @@ def _partitions(
     cluster: Cluster, rates: Mapping[GpuKind, float], crossing_bytes: float, shared_bytes: float
 ) -> Iterator[list[_Island]]:
     """The cluster as islands, by nodes, by racks and by sites, as far as there are several and they limit anything."""
+    rate_of = dict.fromkeys((node.name for node in cluster.nodes), 0.0)
+    for device in cluster.devices:
+        rate_of[device.node.name] += rates.get(device.gpu, 0.0)
     parts: list[list[tuple[list[Node], float]]] = [[([node], _node_bytes_per_s(cluster, node)) for node in cluster.nodes]]
     racks: dict[object, list[Node]] = {}
     sites: dict[str, list[Node]] = {}
@@ -307,13 +310,13 @@ def _partitions(
         sites.setdefault(node.site, []).append(node)
     if cluster.fabric.oversubscription > 1:
         parts.append([(rack, _rack_bytes_per_s(cluster, rack)) for rack in racks.values()])
-    carried = {site: sum(link.bandwidth_bytes_per_s for link in cluster.wan if site in link.between) for site in sites}
+    carried = {site: sum(_wan_bytes_per_s(cluster, link) for link in cluster.wan if site in link.between) for site in sites}
     parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
     for islands in parts:
         if len(islands) > 1:
             yield [
                 _Island(
-                    sum(node.gpus * rates.get(node.gpu, 0.0) for node in nodes),
+                    sum(rate_of[node.name] for node in nodes),
                     crossing_bytes / bytes_per_s,
                     shared_bytes / bytes_per_s,
                 )
@@ -335,8 +338,23 @@ def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, 
 
 def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
     """What the uplink of a rack carries in each direction."""
-    cards = [(node.nic, node.nic.count * node.nic.bandwidth_bytes_per_s) for node in rack if node.nic is not None]
-    return sum(rate * cluster.fabric.efficiency(nic.kind) for nic, rate in cards) / cluster.fabric.oversubscription
+    nodes = list(rack)
+    cards = [(node.nic, node.nic.count * node.nic.bandwidth_bytes_per_s) for node in nodes if node.nic is not None]
+    rate = sum(rate * cluster.fabric.efficiency(nic.kind) for nic, rate in cards) / cluster.fabric.oversubscription
+    name = rack_name(nodes[0])
+    return _carried(cluster, (f"{name}>core", f"core>{name}"), rate)
+
+
+def _carried(cluster: Cluster, directions: tuple[str, str], bytes_per_s: float) -> float:
+    """What the faster direction of a link carries: `bytes_per_s`, or what the cluster overrides."""
+    own = {link.name: link.bandwidth_bytes_per_s for link in cluster.link_overrides}
+    return max(own.get(name) or bytes_per_s for name in directions)
+
+
+def _wan_bytes_per_s(cluster: Cluster, link: WideAreaLink) -> float:
+    """What a link between sites carries in its faster direction."""
+    a, b = link.between
+    return _carried(cluster, (f"site:{a}>site:{b}", f"site:{b}>site:{a}"), link.bandwidth_bytes_per_s)
 
 
 def _node_bytes_per_s(cluster: Cluster, node: Node) -> float:
@@ -347,12 +365,27 @@ def _node_bytes_per_s(cluster: Cluster, node: Node) -> float:
     rate = nic.count * nic.bandwidth_bytes_per_s * max(efficiency(nic.kind), efficiency("tcp"))
     if nic.ethernet_bytes_per_s is not None:
         rate += nic.ethernet_bytes_per_s * efficiency("ethernet")
+    if cluster.link_overrides:
+        # TCP over a card carries as much more or less of what is overridden as of the card's own rate.
+        share = max(1.0, efficiency("tcp") / efficiency(nic.kind))
+        cards = [(f"nic{number}", nic.bandwidth_bytes_per_s * efficiency(nic.kind), share) for number in range(nic.count)]
+        if nic.ethernet_bytes_per_s is not None:
+            cards.append(("ethernet", nic.ethernet_bytes_per_s * efficiency("ethernet"), 1.0))
+        rate = sum(
+            more * _carried(cluster, (f"{node.name}/{card}>fabric", f"fabric>{node.name}/{card}"), carried)
+            for card, carried, more in cards
+        )
     matrix = cluster.bandwidth_matrix
     if matrix is not None:
         own = [i for i, name in enumerate(matrix.names) if name.split("/")[0] == node.name]
         others = [i for i in range(len(matrix.names)) if i not in own]
-        out = sum(matrix.bytes_per_s[i][j] for i in own for j in others)
-        into = sum(matrix.bytes_per_s[j][i] for i in own for j in others)
+        known = {link.name: link.bandwidth_bytes_per_s for link in cluster.link_overrides}
+
+        def pair(i: int, j: int) -> float:
+            return known.get(f"{matrix.names[i]}=>{matrix.names[j]}") or matrix.bytes_per_s[i][j]
+
+        out = sum(pair(i, j) for i in own for j in others)
+        into = sum(pair(j, i) for i in own for j in others)
         rate = min(rate, out, into)
     return rate
 

@@ -186,7 +186,7 @@ def _part(cluster: Cluster, gpus: dict[str, int]) -> Cluster | None:
     except InputError:
         return None
     nodes = tuple(node if node.gpus == gpus[node.name] else replace(node, gpus=gpus[node.name]) for node in part.nodes)
-    return part if nodes == part.nodes else replace(part, nodes=nodes)
+    return part if nodes == part.nodes else part.with_nodes(nodes, part.wan, part.bandwidth_matrix)
 
 
 def _burden(node: Node, job: Job, objective: Objective) -> float:

@@ -182,7 +182,7 @@ class Pricing:
         self, devices: Devices, micro_batch: int, settings: Settings
     ) -> tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]:
         """Seconds and collectives of the passes through one layer: plain, recomputed, with embedding, with head."""
-        kinds = tuple(dict.fromkeys(self.cluster.device(name).gpu.name for name in devices))
+        kinds = tuple(dict.fromkeys(id(self.cluster.device(name).gpu) for name in devices))
         key = (kinds, len(devices), micro_batch, settings.sequence_parallel)
         found = self._computation.get(key)
         if found is None:

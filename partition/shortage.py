@@ -186,7 +186,7 @@ def _times(cluster: Cluster, times: int) -> Cluster:
     nodes = [replace(node, nic=node.nic or SPARE_NIC, site="") for node in cluster.nodes]
     names = {node.name for node in nodes}
     more = [replace(node, name=_free(f"{node.name}-more{n}", names)) for n in range(1, times) for node in nodes]
-    return replace(cluster, nodes=(*nodes, *more), wan=(), bandwidth_matrix=None)
+    return cluster.with_nodes((*nodes, *more))
 
 
 def _free(name: str, names: set[str]) -> str:

@@ -56,13 +56,21 @@ RESHARE_PRIORITY = EventPriority(2)
 """After simpy's urgent (0) and normal (1) events of the same instant, so that links are shared anew once per instant."""
 
 
-def simulate(plan: Plan, cluster: Cluster, seed: int = 0, jitter: float = 0.0, network: Network | None = None) -> Trace:
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    seed: int = 0,
+    jitter: float = 0.0,
+    network: Network | None = None,
+    program: Program | None = None,
+) -> Trace:
     """The trace of one simulated iteration. Memory is reported, not judged: see `sim.cost.feasibility`.
 
     `jitter` is the standard deviation of each device's speed, as a fraction, drawn with `seed`. `network` may be given to
-    keep its paths from one plan to the next. Raises InputError for a plan that cannot be compiled or names unknown devices.
+    keep its paths from one plan to the next, and `program`, the plan compiled, where it is simulated often. Raises InputError
+    for a plan that cannot be compiled or names unknown devices.
     """
-    program = compile_plan(plan)
+    program = program if program is not None else compile_plan(plan)
     network = network if network is not None else Network(cluster)
     with garbage_collector_paused():
         return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter)).trace()

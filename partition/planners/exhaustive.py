@@ -218,7 +218,7 @@ class Space:
 
 
 def _sorts(search: Search, names: Sequence[str]) -> list[Devices]:
-    """GPUs by what the network tells apart: their node, their PCIe switch and NIC, or a bandwidth matrix over devices."""
+    """GPUs by what tells them apart: node, PCIe switch and NIC, a bandwidth matrix over devices, speed, links of their own."""
     network, matrix = Network(search.cluster), search.cluster.bandwidth_matrix
     sorts: dict[object, list[str]] = {}
     for name in names:
@@ -226,7 +226,8 @@ def _sorts(search: Search, names: Sequence[str]) -> list[Devices]:
         own = name if matrix is not None and name in matrix.names else None
         intra = device.node.intra
         switch = None if intra.is_nvlink else device.index // intra.gpus_per_switch
-        key = (device.node.name, switch, network.nic_of(name), own)
+        lone = tuple(link.name for link in search.cluster.link_overrides if name in link.name.replace("=>", ">").split(">"))
+        key = (device.node.name, switch, network.nic_of(name), own, device.speed, lone)
         sorts.setdefault(key, []).append(name)
     return [tuple(sort) for sort in sorts.values()]
 

@@ -116,7 +116,8 @@ class Climb:
         self.assembly = Assembly(search.cluster, search.job, self.pricing)
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.device = search.cluster.device
-        self.speed = {name: self.device(name).gpu.peak(search.job.precision) or 0.0 for name in self.graph.devices}
+        kinds = {name: self.device(name).gpu for name in self.graph.devices}
+        self.speed = {name: (kind.peak(search.job.precision) or 0.0) * kind.speed for name, kind in kinds.items()}
         self.memory = {name: float(self.device(name).gpu.memory_bytes) for name in self.graph.devices}
         self.allowed = min(max(FEWEST_PRICED, PRICED_GPUS // len(self.graph.devices)), MOST_PRICED)
         self.priced: dict[Candidate, tuple[float, Draft]] = {}

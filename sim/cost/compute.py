@@ -22,7 +22,7 @@ from sim.spec.counts import (
     layer_parameters_at,
     tied_copy_parameters_at,
 )
-from sim.spec.gpu import GpuKind
+from sim.spec.gpu import GpuKind, at_speed
 from sim.spec.plan import LayerRange, Plan, tensor_groups
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
 from sim.spec.stack import Stack
@@ -193,9 +193,12 @@ class ComputeCost:
         return self._lanes[name]
 
     def _kinds(self, lane: Lane) -> tuple[GpuKind, ...]:
-        """The kinds of a lane's devices, each once."""
-        kinds = (self.cluster.device(name).gpu for name in lane.devices)
-        return tuple({id(kind): kind for kind in (self._given_kinds.get(kind.name, kind) for kind in kinds)}.values())
+        """The kinds of a lane's devices at their speeds, each once."""
+        kinds = [self.cluster.device(name).gpu for name in lane.devices]
+        if self._given_kinds:
+            given = self._given_kinds
+            kinds = [at_speed(given[kind.name], kind.speed) if kind.name in given else kind for kind in kinds]
+        return tuple({id(kind): kind for kind in kinds}.values())
 
     def _inside(self, lane: Lane, layers: LayerRange) -> tuple[int, int, int, bool, bool]:
         """Of a part of a lane: its layers, how many of them recompute in full and how many selectively, and its ends."""
@@ -298,7 +301,7 @@ class ComputeCost:
             return self.stack.step_s + max(self._host_step_s(name, parameters, num_bytes) for name in lane.devices)
         rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
         traffic = self.stack.optimizer_traffic * num_bytes
-        return self.stack.step_s + max(rate.memory_s(traffic) + rate.kind.efficiency.launch_s for rate in rates)
+        return self.stack.step_s + max(rate.memory_s(traffic) + rate.launch_s for rate in rates)
 
     def _host_step_s(self, device: str, parameters: float, num_bytes: float) -> float:
         """Seconds of the step of states in host memory: gradients come down, the processors update, parameters go up.

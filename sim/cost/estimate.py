@@ -232,13 +232,17 @@ class _Folded:
         plan, step = self.plan, OptimizerStep()
         numbers: dict[object, int] = {}
         positions = [{s: i for i, s in enumerate(pipeline.visiting_order)} for pipeline in plan.pipelines]
+        own: dict[str, tuple[object, ...]] = {}
+        for link in self.cluster.link_overrides:
+            for end in link.name.split(">"):
+                own[end] = (*own.get(end, ()), (link.name.startswith(end), link.bandwidth_bytes_per_s, link.latency_s))
         colours = []
         for lane in self.lanes:
             stage, place = plan.pipelines[lane.pipeline].stages[lane.stage], positions[lane.pipeline]
             devices = [self.cluster.device(name) for name in lane.devices]
             key = (
-                tuple([id(device.node.gpu) for device in devices]),
-                devices[0].node.intra if self._alone(lane) else None,
+                tuple([id(device.gpu) for device in devices]),
+                (devices[0].node.intra, *[own.get(device.name) for device in devices]) if self._alone(lane) else None,
                 lane.name in self._owners,
                 lane.sequences[1] - lane.sequences[0],
                 lane.layers,

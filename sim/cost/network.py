@@ -10,19 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, permutations
+from typing import TYPE_CHECKING
 
-import networkx
+from sim.spec.cluster import Cluster, Device, LinkOverride, Nic, Node, rack_name
+from sim.spec.reading import InputError, nearest
 
-from sim.spec.cluster import Cluster, Device, Nic, Node
+if TYPE_CHECKING:
+    import networkx
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a wire, port or bridge, with what it really carries (its protocol's efficiency counted)."""
+    """One direction of a wire, port or bridge, with what it really carries (its protocol's efficiency counted).
+
+    `latency_s` is what it adds to the latency of each path over it, beside that of the fabric or of the node's interconnect.
+    """
 
     name: str
     capacity_bytes_per_s: float
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,11 @@ class Network:
         self.links: list[Link] = []
         self._by_name: dict[str, int] = {}
         self._paths: dict[tuple[str, str], Path] = {}
+        self._overrides: Mapping[str, LinkOverride] = {link.name: link for link in cluster.link_overrides}
+        known = link_names(cluster) if self._overrides else set()
+        for name in self._overrides:
+            if name not in known:
+                raise InputError(f"cluster {cluster.name!r}: links: there is no link {name!r}{nearest(name, known)}")
         self.unit_transfers: dict[Hashable, Transfer] = {}
         """Transfers of one byte that grow in proportion, kept for the next use of the same devices."""
         self.options: dict[Hashable, tuple[tuple[float, Transfer], ...]] = {}
@@ -78,24 +91,49 @@ class Network:
         for node in cluster.nodes:
             if node.nic is not None:
                 carried = node.nic.bandwidth_bytes_per_s * node.nic.count * cluster.fabric.efficiency(node.nic.kind)
-                rack = _rack(node)
+                rack = rack_name(node)
                 self._rack_bytes_per_s[rack] = self._rack_bytes_per_s.get(rack, 0.0) + carried
-        self._sites: networkx.DiGraph[str] = networkx.DiGraph()
-        self._sites.add_nodes_from(node.site for node in cluster.nodes)
-        for wan in cluster.wan:
+
+    @cached_property
+    def _sites(self) -> networkx.DiGraph[str]:
+        """The sites and the links between them, in both directions."""
+        import networkx  # a second or two, which clusters of one site shall not wait for
+
+        sites: networkx.DiGraph[str] = networkx.DiGraph()
+        for wan in self.cluster.wan:
             for a, b in (wan.between, wan.between[::-1]):
-                self._sites.add_edge(a, b, latency_s=wan.latency_s, bandwidth_bytes_per_s=wan.bandwidth_bytes_per_s)
+                sites.add_edge(a, b, latency_s=wan.latency_s, bandwidth_bytes_per_s=wan.bandwidth_bytes_per_s)
+        return sites
+
+    def _between_sites(self, a: str, b: str) -> list[str]:
+        """The sites on the way from one to another that takes least time, both of them included."""
+        import networkx
+
+        return list(networkx.shortest_path(self._sites, a, b, weight="latency_s"))
 
     def capacities(self) -> list[float]:
         """Bytes/s of every link."""
         return [link.capacity_bytes_per_s for link in self.links]
 
-    def _link(self, name: str, capacity_bytes_per_s: float) -> int:
-        """The number of the link of this name, made when it is first asked for."""
+    def _link(self, name: str, capacity_bytes_per_s: float, latency_s: float = 0.0) -> int:
+        """The number of the link of this name, made when it is first asked for, with what the cluster overrides of it."""
         if name not in self._by_name:
             self._by_name[name] = len(self.links)
-            self.links.append(Link(name, capacity_bytes_per_s))
+            if (own := self._overrides.get(name)) is not None:
+                capacity_bytes_per_s = own.bandwidth_bytes_per_s or capacity_bytes_per_s
+                latency_s = latency_s if own.latency_s is None else own.latency_s
+            self.links.append(Link(name, capacity_bytes_per_s, latency_s))
         return self._by_name[name]
+
+    def named(self, name: str) -> Link:
+        """The link of this name. Raises InputError where no path crosses it."""
+        for a, b in permutations(self.cluster.devices, 2):
+            if name in self._by_name:
+                break
+            self.path(a.name, b.name)
+        if name not in self._by_name:
+            raise InputError(f"cluster {self.cluster.name!r}: no path crosses a link {name!r}{nearest(name, self._by_name)}")
+        return self.links[self._by_name[name]]
 
     def path(self, sender: str, receiver: str) -> Path:
         """The path from one device to another. Raises InputError for a device that is not in the cluster."""
@@ -111,11 +149,13 @@ class Network:
             links = [(link, 1.0) for link in self._inside(sender, receiver)]
             latency_s, step_s = sender.node.intra.latency_s, sender.node.intra.step_s
         else:
-            links, latency_s = self._across(sender, receiver)
-            step_s = self.cluster.fabric.step_s
+            links = self._across(sender, receiver)
+            latency_s, step_s = self.cluster.fabric.latency_s, self.cluster.fabric.step_s
         for pair in ((sender.node.name, receiver.node.name), (sender.name, receiver.name)):
             if pair in self._matrix:
                 links.append((self._link(f"{pair[0]}=>{pair[1]}", self._matrix[pair]), 1.0))
+        for link, _ in links:
+            latency_s += self.links[link].latency_s
         return Path(tuple(links), latency_s, step_s)
 
     # --- Inside a node ---
@@ -147,25 +187,24 @@ class Network:
 
     # --- Between nodes ---
 
-    def _across(self, sender: Device, receiver: Device) -> tuple[list[tuple[int, float]], float]:
+    def _across(self, sender: Device, receiver: Device) -> list[tuple[int, float]]:
         a, b = sender.node, receiver.node
         assert a.nic is not None and b.nic is not None  # the cluster checked it
         protocol = _protocol(a.nic, b.nic)
         links = [(link, 1.0) for link in self._to_nic(sender)]
         links.append(self._nic(a, a.nic, sender, protocol, outward=True))
         oversubscription = self.cluster.fabric.oversubscription
-        if oversubscription > 1 and _rack(a) != _rack(b):
-            links.append((self._link(f"{_rack(a)}>core", self._rack_bytes_per_s[_rack(a)] / oversubscription), 1.0))
-            links.append((self._link(f"core>{_rack(b)}", self._rack_bytes_per_s[_rack(b)] / oversubscription), 1.0))
-        latency_s = self.cluster.fabric.latency_s
+        racks = rack_name(a), rack_name(b)
+        if oversubscription > 1 and racks[0] != racks[1]:
+            links.append((self._link(f"{racks[0]}>core", self._rack_bytes_per_s[racks[0]] / oversubscription), 1.0))
+            links.append((self._link(f"core>{racks[1]}", self._rack_bytes_per_s[racks[1]] / oversubscription), 1.0))
         if a.site != b.site:
-            for here, there in pairwise(networkx.shortest_path(self._sites, a.site, b.site, weight="latency_s")):
+            for here, there in pairwise(self._between_sites(a.site, b.site)):
                 wan = self._sites.edges[here, there]
-                links.append((self._link(f"site:{here}>site:{there}", wan["bandwidth_bytes_per_s"]), 1.0))
-                latency_s += wan["latency_s"]
+                links.append((self._link(f"site:{here}>site:{there}", wan["bandwidth_bytes_per_s"], wan["latency_s"]), 1.0))
         links.append(self._nic(b, b.nic, receiver, protocol, outward=False))
         links += [(link, 1.0) for link in self._from_nic(receiver)]
-        return links, latency_s
+        return links
 
     def _nic(self, node: Node, nic: Nic, device: Device, protocol: str, outward: bool) -> tuple[int, float]:
         """The link between a device's NIC and the fabric, and the bytes on it per byte sent."""
@@ -263,11 +302,29 @@ def _protocol(a: Nic, b: Nic) -> str:
     return a.kind if a.kind == b.kind else "ethernet"
 
 
-def _rack(node: Node) -> str:
-    """The node's rack, which stands at one site; a node without one is a rack of its own."""
-    if node.rack is None:
-        return node.name
-    return f"rack:{node.rack}" + (f"@{node.site}" if node.site else "")
+def link_names(cluster: Cluster) -> set[str]:
+    """The names of all links that paths of a cluster may cross."""
+    found: set[str] = set()
+    matrix = cluster.bandwidth_matrix
+    for node in cluster.nodes:
+        medium = "nvlink" if node.intra.is_nvlink else "pcie"
+        for index in range(node.gpus):
+            found |= {f"{node.name}/{index}>{medium}", f"{medium}>{node.name}/{index}"}
+        if not node.intra.is_nvlink:
+            for number in range(math.ceil(node.gpus / node.intra.gpus_per_switch)):
+                found |= {f"{node.name}/switch{number}>host", f"{node.name}/host>switch{number}"}
+            found |= {f"{node.name}/socket{a}>socket{b}" for a, b in permutations(range(node.intra.sockets), 2)}
+        if node.nic is not None:
+            cards = [f"nic{number}" for number in range(node.nic.count)]
+            cards += ["ethernet"] if node.nic.ethernet_bytes_per_s is not None else []
+            found |= {name for card in cards for name in (f"{node.name}/{card}>fabric", f"fabric>{node.name}/{card}")}
+        if cluster.fabric.oversubscription > 1:
+            found |= {f"{rack_name(node)}>core", f"core>{rack_name(node)}"}
+    for a, b in (wan.between for wan in cluster.wan):
+        found |= {f"site:{a}>site:{b}", f"site:{b}>site:{a}"}
+    if matrix is not None:
+        found |= {f"{a}=>{b}" for a, b in permutations(matrix.names, 2)}
+    return found
 
 
 def _switch(device: Device) -> int:

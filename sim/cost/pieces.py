@@ -10,6 +10,7 @@ The seconds of a piece on one rank of a tensor-parallel group are a sum over its
 
 and the weight half of the backward moves gradient_bytes per parameter besides, to sum the gradients. The bytes of a matmul are
 those of its operands and its result, each once; matmul_traffic is the part of their seconds that does not hide behind the FLOP.
+All of it is divided by the speed of the device.
 In fp32 the fraction is fp32_fraction. Flash attention executes, for each query, the keys that the causal mask leaves and
 attention_keys more; without it the scores of all keys are two matmuls more, and pass through memory as
 `sim.spec.counts.attention_memory_bytes` counts.
@@ -196,19 +197,25 @@ class Rates:
         """Seconds of some matmuls, one after another, launches not included."""
         efficiency = self.kind.efficiency
         flop_s = (work.flop / peak + work.count * efficiency.matmul_half_s) / self.matmul_fraction
-        return flop_s + efficiency.matmul_traffic * work.num_bytes / self.kind.memory_bandwidth_bytes_per_s
+        bytes_s = efficiency.matmul_traffic * work.num_bytes / self.kind.memory_bandwidth_bytes_per_s
+        return (flop_s + bytes_s) / self.kind.speed
 
     def flash_s(self, work: AttentionWork) -> tuple[float, float]:
         """Seconds of flash attention, forward and backward, launches not included."""
         efficiency = self.kind.efficiency
         flop = work.flop + efficiency.attention_keys * work.key_flop
-        flop_s = flop / (self.other_peak * efficiency.attention_fraction)
+        flop_s = flop / (self.other_peak * efficiency.attention_fraction * self.kind.speed)
         bytes_s, rows_s = self.memory_s(work.num_bytes), flop_s * efficiency.attention_rows / work.rows
         return max(flop_s, bytes_s) + rows_s, max(FLASH_BACKWARD * flop_s, 2 * bytes_s) + rows_s
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of kernels that memory bandwidth bounds."""
-        return num_bytes / (self.kind.memory_bandwidth_bytes_per_s * self.kind.efficiency.memory_fraction)
+        return num_bytes / (self.kind.memory_bandwidth_bytes_per_s * self.kind.efficiency.memory_fraction * self.kind.speed)
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds by which each kernel lengthens the GPU's work."""
+        return self.kind.efficiency.launch_s / self.kind.speed
 
 
 @lru_cache(maxsize=1024)
@@ -227,7 +234,7 @@ def rates_of(kind: GpuKind, precision: str) -> Rates:
 
 def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSeconds:
     """Seconds of one layer's work at the rates of a kind under a software stack."""
-    launch_s = rates.kind.efficiency.launch_s
+    launch_s = rates.launch_s
     matmuls, attention = work.matmuls, work.attention
     matmul_s = rates.matmul_s(matmuls, rates.matmul_peak) / stack.matmul_scale + matmuls.count * launch_s
     if attention.flash:
@@ -304,7 +311,7 @@ def embedding_seconds(
     """
     rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
     tokens = -(-sequences * sequence_length // context_parallel)
-    launch_s = kind.efficiency.launch_s
+    launch_s = rates.launch_s
     matmuls = matmul_work(embedding_matmuls(transformer, tokens), element_bytes)
     matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     learned = transformer.position == "learned"
@@ -341,7 +348,7 @@ def head_seconds(
     """
     rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
     tokens = -(-sequences * sequence_length // context_parallel)
-    launch_s = kind.efficiency.launch_s
+    launch_s = rates.launch_s
     matmuls = matmul_work(head_matmuls(transformer, tokens, tensor_parallel), element_bytes)
     matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     casts = element_bytes < 4

@@ -6,16 +6,19 @@ The record holds what the user wrote, in SI units. Directed links and paths are 
 from __future__ import annotations
 
 import csv
+import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from sim.spec.gpu import CONSTANTS, GpuKind, catalogue, fold, gpu_kind, read_gpu_kind
+from sim.spec.gpu import CONSTANTS, SPEEDS, GpuKind, at_speed, catalogue, fold, gpu_kind, read_gpu_kind
 from sim.spec.reading import InputError, Table, in_range, nearest, quantity, range_text, read_text, read_yaml
-from sim.spec.stack import Stack, read_stack, stack
+from sim.spec.stack import Stack, read_stack, stack, stacks
+from sim.spec.writing import efficiency_entries, kind_entries, quantity_text, stack_entries
 
 INTRA_KINDS = ("nvlink", "nvswitch", "pcie3", "pcie4", "pcie5")
 NIC_KINDS = ("ethernet", "roce", "infiniband")
@@ -154,17 +157,55 @@ class BandwidthMatrix:
 
 
 @dataclass(frozen=True)
+class LinkOverride:
+    """What was found of one directed link, in the place of what follows from the nodes, the fabric and wan; None: as there."""
+
+    name: str
+    """As `sim.cost.network` names it, such as `a100/nic0>fabric` or `site:paris>site:oslo`."""
+    bandwidth_bytes_per_s: float | None = None
+    """What it really carries; no protocol's efficiency is counted again."""
+    latency_s: float | None = None
+    """What it adds to the latency of each path over it: that of a wan link, else 0 (`fabric.latency` is beside it)."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a cluster's constants were fitted on, and how well plans were then predicted that were held out of the fit."""
+
+    fitted_on: tuple[str, ...]
+    """The runs, benchmarks and tables, by the names of their files."""
+    origin: str
+    """Of the runs: measured or paced."""
+    plans: int
+    error_before: float
+    """Median of |predicted / measured - 1| of the iteration time, with the constants that there were before."""
+    error_after: float
+    """The same with the fitted ones, over plans that were held out."""
+    coverage: float
+    """How often measured / predicted - 1 is expected between `low` and `high`."""
+    low: float
+    high: float
+    not_told: tuple[str, ...] = ()
+    """Constants that the data do not tell, which are as they were."""
+
+    def interval_s(self, iteration_s: float) -> tuple[float, float]:
+        """Between which seconds an iteration that is predicted to take `iteration_s` is expected to take."""
+        return iteration_s * (1 + self.low), iteration_s * (1 + self.high)
+
+
+@dataclass(frozen=True)
 class Device:
-    """One GPU: its name (`node/index`), its node, its index there."""
+    """One GPU: its name (`node/index`), its node, its index there, and how many times as fast as its kind it computes."""
 
     name: str
     node: Node
     index: int
+    speed: float = 1.0
 
-    @property
+    @cached_property
     def gpu(self) -> GpuKind:
-        """Its kind."""
-        return self.node.gpu
+        """Its kind, at its speed. Devices of one node and speed have the same object."""
+        return self.node.gpu if self.speed == 1 else at_speed(self.node.gpu, self.speed)
 
 
 @dataclass(frozen=True)
@@ -178,6 +219,10 @@ class Cluster:
     bandwidth_matrix: BandwidthMatrix | None = None
     stack: Stack = field(default_factory=lambda: stack("motley"))
     """The software that trains on it."""
+    device_speeds: tuple[tuple[str, float], ...] = ()
+    """Of the devices that compute faster or slower than their kind: how many times as fast."""
+    link_overrides: tuple[LinkOverride, ...] = ()
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -212,11 +257,24 @@ class Cluster:
                 raise InputError(
                     f"cluster {self.name!r}: node {node.name!r} has no nic, but the cluster has {len(self.nodes)} nodes"
                 )
+        speeds = dict(self.device_speeds)
+        for name, speed in speeds.items():
+            if name not in self._by_name:
+                raise InputError(
+                    f"cluster {self.name!r}: devices: {name!r} is not in it; it has {self._summary()}"
+                    f"{nearest(name, self._by_name)}"
+                )
+            if not SPEEDS[0] <= speed <= SPEEDS[1]:
+                raise InputError(
+                    f"cluster {self.name!r}: devices: a speed is from {SPEEDS[0]:g} to {SPEEDS[1]:g}, but {name!r} has {speed!r}"
+                )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """All GPUs, in the order of the file."""
-        return tuple(Device(f"{node.name}/{index}", node, index) for node in self.nodes for index in range(node.gpus))
+        speeds = dict(self.device_speeds)
+        names = ((f"{node.name}/{index}", node, index) for node in self.nodes for index in range(node.gpus))
+        return tuple(Device(name, node, index, speeds.get(name, 1.0)) for name, node, index in names)
 
     @cached_property
     def _by_name(self) -> Mapping[str, Device]:
@@ -251,7 +309,41 @@ class Cluster:
             kept = [i for i, name in enumerate(matrix.names) if name.split("/")[0] not in names]
             rows = tuple(tuple(matrix.bytes_per_s[i][j] for j in kept) for i in kept)
             matrix = BandwidthMatrix(tuple(matrix.names[i] for i in kept), rows, matrix.file)
-        return replace(self, nodes=nodes, wan=wan, bandwidth_matrix=matrix)
+        return self.with_nodes(nodes, wan, matrix)
+
+    def with_nodes(
+        self, nodes: tuple[Node, ...], wan: tuple[WideAreaLink, ...] = (), matrix: BandwidthMatrix | None = None
+    ) -> Cluster:
+        """This cluster with other nodes, and what is known of devices and links as far as their nodes, racks and sites remain."""
+        gone = _places(self.nodes) - _places(nodes)
+        ends = {link: link.name.replace("=>", ">").split(">") for link in self.link_overrides}
+        return replace(
+            self,
+            nodes=nodes,
+            wan=wan,
+            bandwidth_matrix=matrix,
+            device_speeds=tuple((name, speed) for name, speed in self.device_speeds if name not in gone),
+            link_overrides=tuple(
+                link for link, (a, b) in ends.items() if not gone & {a, b, a.partition("/")[0], b.partition("/")[0]}
+            ),
+        )
+
+
+def rack_name(node: Node) -> str:
+    """The node's rack, which stands at one site; a node without one is a rack of its own."""
+    if node.rack is None:
+        return node.name
+    return f"rack:{node.rack}" + (f"@{node.site}" if node.site else "")
+
+
+def _places(nodes: Iterable[Node]) -> set[str]:
+    """What names of links speak of: nodes, their GPUs and PCIe switches, racks and sites."""
+    found: set[str] = set()
+    for node in nodes:
+        found |= {node.name, rack_name(node), f"site:{node.site}"}
+        found |= {f"{node.name}/{index}" for index in range(node.gpus)}
+        found |= {f"{node.name}/switch{number}" for number in range(math.ceil(node.gpus / node.intra.gpus_per_switch))}
+    return found
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -302,12 +394,15 @@ def read_cluster(path: str | Path) -> Cluster:
     wan = tuple(_read_wan(entry) for entry in table.tables("wan", []))
     matrix_file = table.text("bandwidth_matrix", None)
     software = _read_software(table)
+    speeds = _read_speeds(table)
+    overrides = _read_overrides(table)
+    calibration = _read_calibration(table.table("calibration")) if "calibration" in table else None
     table.close()
     matrix = None
     if matrix_file is not None:
         matrix = read_bandwidth_matrix(Path(path).parent / matrix_file, tuple(nodes))
     try:
-        return Cluster(name, tuple(nodes), fabric, wan, matrix, software)
+        return Cluster(name, tuple(nodes), fabric, wan, matrix, software, speeds, overrides, calibration)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -319,6 +414,53 @@ def _read_software(table: Table) -> Stack:
     if not isinstance(table.get("stack", lambda value: value, "the name of a software stack, or its constants"), dict):
         return table.get("stack", lambda value: stack(str(value)), "the name of a software stack, or its constants")
     return read_stack("own", table.table("stack"))
+
+
+def _read_speeds(table: Table) -> tuple[tuple[str, float], ...]:
+    """The speeds that the section `devices` gives; 1 says nothing."""
+    if "devices" not in table:
+        return ()
+    devices, found = table.table("devices"), []
+    for name in devices.keys():  # noqa: SIM118 - Table.keys also marks the keys as asked for
+        entry = devices.table(name)
+        found.append((name, entry.number("speed", 1.0, *SPEEDS)))
+        entry.close()
+    return tuple((name, speed) for name, speed in found if speed != 1)
+
+
+def _read_overrides(table: Table) -> tuple[LinkOverride, ...]:
+    """What the section `links` says of directed links."""
+    if "links" not in table:
+        return ()
+    entries, found = table.table("links"), []
+    for name in entries.keys():  # noqa: SIM118
+        entry = entries.table(name)
+        found.append(
+            LinkOverride(name, entry.quantity("bandwidth", "bandwidth", None), entry.quantity("latency", "time", None, zero=True))
+        )
+        entry.close()
+    return tuple(found)
+
+
+def _read_calibration(table: Table) -> Calibration:
+    """What the section `calibration` says of the fit."""
+    interval = table.table("interval")
+    found = Calibration(
+        fitted_on=tuple(str(name) for name in table.items("fitted_on")),
+        origin=table.choice("origin", ("measured", "paced")),
+        plans=table.integer("plans", minimum=0),
+        error_before=table.number("error_before", minimum=0.0),
+        error_after=table.number("error_after", minimum=0.0),
+        coverage=interval.number("coverage", minimum=0.0, maximum=1.0),
+        low=interval.number("low", minimum=-1.0),
+        high=interval.number("high", minimum=-1.0),
+        not_told=tuple(str(name) for name in table.items("not_told", [])),
+    )
+    if found.low > found.high:
+        raise interval.error("low", f"is at most high, but got {found.low!r} and {found.high!r}")
+    interval.close()
+    table.close()
+    return found
 
 
 def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:
@@ -476,3 +618,157 @@ def read_bandwidth_matrix(path: str | Path, nodes: tuple[Node, ...]) -> Bandwidt
                 )
             by_pair[sender, receiver] = rate * factor
     return BandwidthMatrix(tuple(expected), tuple(tuple(by_pair[a, b] for b in expected) for a in expected), Path(path))
+
+
+# --- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def cluster_yaml(cluster: Cluster) -> str:
+    """The text of a cluster's file, from which `read_cluster` reads an equal one.
+
+    A bandwidth matrix is written as the path of its file. Raises InputError for what no file can say: two kinds of one name, and
+    a matrix without a file.
+    """
+    lines = [f"name: {_word(cluster.name)}", "nodes:"]
+    lines += [f"  - {_flow(entry)}" for entry in _node_entries(cluster.nodes)]
+    if (fabric := _fabric_entry(cluster.fabric)) != {}:
+        lines.append(f"fabric: {_flow(fabric)}")
+    if cluster.wan:
+        lines.append("wan:")
+    for link in cluster.wan:
+        wan = {"between": list(link.between), "bandwidth": _rate(link.bandwidth_bytes_per_s), "latency": _time(link.latency_s)}
+        lines.append(f"  - {_flow(wan)}")
+    if cluster.bandwidth_matrix is not None:
+        if cluster.bandwidth_matrix.file is None:
+            raise InputError(f"cluster {cluster.name!r}: its bandwidth matrix was not read from a file, so no file can name it")
+        lines.append(f"bandwidth_matrix: {_word(str(cluster.bandwidth_matrix.file.resolve()))}")
+    lines += _kind_lines(cluster)
+    own = cluster.stack
+    if stacks().get(own.name) == own:
+        lines += [] if own.name == "motley" else [f"stack: {_word(own.name)}"]
+    else:
+        entry = stack_entries(own)
+        lines.append("stack:" if entry else "stack: {}")
+        lines += [f"  {key}: {_word(value)}" for key, value in entry.items()]
+    if cluster.device_speeds:
+        lines.append("devices:")
+    lines += [f"  {_word(name)}: {{speed: {speed!r}}}" for name, speed in cluster.device_speeds]
+    if cluster.link_overrides:
+        lines.append("links:")
+    for override in cluster.link_overrides:
+        parts = {
+            **({} if (rate := override.bandwidth_bytes_per_s) is None else {"bandwidth": _rate(rate)}),
+            **({} if (latency_s := override.latency_s) is None else {"latency": _time(latency_s)}),
+        }
+        lines.append(f"  {_word(override.name)}: {_flow(parts)}")
+    if (found := cluster.calibration) is not None:
+        lines += [
+            "calibration:",
+            f"  fitted_on: {_word(list(found.fitted_on))}",
+            f"  origin: {found.origin}",
+            f"  plans: {found.plans}",
+            f"  error_before: {found.error_before!r}  # median of |predicted / measured - 1|, plans held out of the fit",
+            f"  error_after: {found.error_after!r}",
+            "  # of measured / predicted - 1",
+            f"  interval: {{coverage: {found.coverage!r}, low: {found.low!r}, high: {found.high!r}}}",
+            f"  not_told: {_word(list(found.not_told))}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _node_entries(nodes: tuple[Node, ...]) -> list[dict[str, object]]:
+    """What `nodes` says; nodes that differ in the number at their names' ends alone, from 0 on, are one entry with `count`."""
+    found, at = [], 0
+    while at < len(nodes):
+        node, count = nodes[at], 1
+        base = node.name.removesuffix("-0")
+        if base != node.name:
+            while at + count < len(nodes) and replace(nodes[at + count], name=node.name) == node:
+                if nodes[at + count].name != f"{base}-{count}":
+                    break
+                count += 1
+        entry: dict[str, object] = {"name": base if count > 1 else node.name}
+        entry |= {"count": count} if count > 1 else {}
+        entry |= {"gpu": node.gpu.name, "gpus": node.gpus, "intra": _intra_entry(node.intra)}
+        if node.nic is not None:
+            nic: dict[str, object] = {"kind": node.nic.kind, "bandwidth": _rate(node.nic.bandwidth_bytes_per_s)}
+            nic |= {"count": node.nic.count} if node.nic.count > 1 else {}
+            nic |= {} if node.nic.ethernet_bytes_per_s is None else {"ethernet": _rate(node.nic.ethernet_bytes_per_s)}
+            entry["nic"] = nic
+        entry |= {"site": node.site} if node.site else {}
+        entry |= {"rack": node.rack} if node.rack is not None else {}
+        found.append(entry)
+        at += count
+    return found
+
+
+def _intra_entry(intra: Intra) -> dict[str, object]:
+    """What `intra` says, with what has no other default."""
+    entry: dict[str, object] = {"kind": intra.kind, "bandwidth": _rate(intra.bandwidth_bytes_per_s)}
+    entry |= {"gpus_per_switch": intra.gpus_per_switch} if intra.gpus_per_switch != 4 else {}
+    entry |= {"sockets": intra.sockets} if intra.sockets != 2 else {}
+    if intra.host_bandwidth_bytes_per_s not in (intra.bandwidth_bytes_per_s, math.inf):
+        entry["host_bandwidth"] = _rate(intra.host_bandwidth_bytes_per_s)
+    entry |= {"latency": _time(intra.latency_s)} if intra.latency_s != links().latency_s[intra.kind] else {}
+    entry |= {"step": _time(intra.step_s)} if intra.step_s != links().step_s else {}
+    return entry
+
+
+def _fabric_entry(fabric: Fabric) -> dict[str, object]:
+    """What `fabric` says, with what has no other default."""
+    entry: dict[str, object] = {"latency": _time(fabric.latency_s)} if fabric.latency_s else {}
+    entry |= {"oversubscription": fabric.oversubscription} if fabric.oversubscription != 1 else {}
+    entry |= {"protocol_efficiency": dict(fabric.protocol_efficiency)} if fabric.protocol_efficiency else {}
+    entry |= {"start": _time(fabric.start_s)} if fabric.start_s != links().start_s else {}
+    entry |= {"step": _time(fabric.step_s)} if fabric.step_s != links().step_s else {}
+    return entry
+
+
+def _kind_lines(cluster: Cluster) -> list[str]:
+    """The section `gpu_kinds`: the kinds that are not as in the catalogue."""
+    lines: list[str] = []
+    written: dict[str, GpuKind] = {}
+    for kind in (node.gpu for node in cluster.nodes):
+        if written.setdefault(kind.name, kind) != kind:
+            raise InputError(f"cluster {cluster.name!r}: two kinds have the name {kind.name!r}, which a file cannot say")
+    for kind in written.values():
+        known = catalogue().get(kind.name)
+        if known == kind:
+            continue
+        lines.append(f"  {_word(kind.name)}:")
+        lines += [f"    {key}: {_word(value)}" for key, value in kind_entries(kind).items()]
+        if known is None or known.efficiency != kind.efficiency:
+            lines.append("    efficiency:")
+            lines += [f"      {key}: {_word(value)}" for key, value in efficiency_entries(kind.efficiency).items()]
+    return ["gpu_kinds:", *lines] if lines else []
+
+
+def _rate(bytes_per_s: float) -> str:
+    return quantity_text(bytes_per_s, "bandwidth")
+
+
+def _time(seconds: float) -> str:
+    return quantity_text(seconds, "time")
+
+
+def _word(value: object) -> str:
+    """A plain value as YAML in one line."""
+    return json.dumps(value, ensure_ascii=False) if not _is_plain(value) else str(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a text needs no quotes."""
+    return isinstance(value, str) and _PLAIN.fullmatch(value) is not None
+
+
+_PLAIN = re.compile(
+    r"(?!(?:true|false|null|yes|no|on|off|y|n)\Z)[A-Za-z][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*"
+    r"|[0-9][0-9.e+-]* [A-Za-z$]+(?:/[sh])?",
+    re.IGNORECASE,
+)
+
+
+def _flow(entry: Mapping[str, object]) -> str:
+    """A mapping as YAML in one line."""
+    parts = (f"{key}: {_flow(value) if isinstance(value, dict) else _word(value)}" for key, value in entry.items())
+    return "{" + ", ".join(parts) + "}"

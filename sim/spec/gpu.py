@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -99,6 +99,9 @@ NOMINAL_BUSY_WATTS, NOMINAL_IDLE_SHARE = 300.0, 0.1
 LEAST_FRACTION = 1e-6
 """The smallest fraction of a peak that a file may give, so that times stay finite."""
 
+SPEEDS = (1e-3, 1e3)
+"""The least and the most that a file may give as the speed of a kind or a device."""
+
 MOST_ROWS = 1e9
 """The most attention_rows and attention_keys that a file may give, so that times stay finite."""
 
@@ -165,6 +168,8 @@ class GpuKind:
     efficiency: Efficiency
     source: str = ""
     aliases: tuple[str, ...] = ()
+    speed: float = 1.0
+    """How many times as fast as its efficiency record says it computes: what calibration found. Peaks stay as they are."""
 
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""
@@ -177,7 +182,7 @@ class GpuKind:
         if not self.peak_flop_per_s:
             raise InputError(f"peak must be given for at least one of {', '.join(PRECISIONS)} ({self.name})")
         above_zero = [(f"peak in {precision}", rate) for precision, rate in self.peak_flop_per_s.items()]
-        above_zero.append(("memory_bandwidth", self.memory_bandwidth_bytes_per_s))
+        above_zero += [("memory_bandwidth", self.memory_bandwidth_bytes_per_s), ("speed", self.speed)]
         if self.nvlink_bytes_per_s is not None:
             above_zero.append(("nvlink", self.nvlink_bytes_per_s))
         for what, value in above_zero:
@@ -196,6 +201,12 @@ class GpuKind:
                 f"unknown precision {precision!r}{nearest(precision, PRECISIONS)}; accepted: {', '.join(PRECISIONS)}"
             )
         return self.peak_flop_per_s.get(precision)
+
+
+@lru_cache(maxsize=65536)
+def at_speed(kind: GpuKind, factor: float) -> GpuKind:
+    """The kind that computes so many times as fast; of equal arguments always the same object."""
+    return kind if factor == 1 else replace(kind, speed=kind.speed * factor)
 
 
 # --- Names -----------------------------------------------------------------------------------------------------------
@@ -322,6 +333,7 @@ def _read(
     elif "efficiency" in table:
         accepted = "a mapping of constants or the name of a family"
         efficiency = table.get("efficiency", lambda value: _family(_text(value), families), accepted)
+    speed = table.number("speed", pattern.speed if pattern else 1.0, *SPEEDS)
     figures = ("memory", "peak", "memory_bandwidth", "nvlink", "idle_power", "busy_power", "price")
     mentioned = [key for key in figures if key in table]
     own = f"{', '.join(mentioned)} as in {table.where}" if mentioned else ""
@@ -341,6 +353,7 @@ def _read(
             efficiency=efficiency,
             source=source,
             aliases=aliases,
+            speed=speed,
         )
     except InputError as error:
         raise table.error("", str(error)) from None
