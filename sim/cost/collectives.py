@@ -129,10 +129,10 @@ def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = 
 
 def _has_flags(network: Network, algorithm: Algorithm, groups: Sequence[Group]) -> bool:
     """Whether an algorithm has the protocol of low latency."""
-    return algorithm in (_ring, _trees) and _by_nccl(network, [name for _, devices in groups for name in devices])
+    return algorithm in (_ring, _trees) and by_nccl(network, [name for _, devices in groups for name in devices])
 
 
-def _by_nccl(network: Network, devices: Sequence[str]) -> bool:
+def by_nccl(network: Network, devices: Sequence[str]) -> bool:
     """Whether NCCL does a collective; among CPUs it is gloo, which has rings alone."""
     return not any(fold(network.cluster.device(name).gpu.name).startswith("cpu") for name in devices)
 
@@ -193,7 +193,7 @@ def _across(network: Network, devices: Sequence[str], reduced: Callable[[Sequenc
     Source: Sanders, Speck & Traeff (2009), Two-tree algorithms for full bandwidth broadcast, reduction and scan; NCCL 2.4.
     """
     groups = _by_node(network, devices)
-    if len(groups) < 2 or not _by_nccl(network, devices):
+    if len(groups) < 2 or not by_nccl(network, devices):
         return None
     inside = []
     for group in groups:

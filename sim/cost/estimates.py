@@ -1,7 +1,8 @@
 """The fast judge made fast: estimates of thousands of plans of one job on one cluster.
 
 `sim.cost.estimate` lays out one plan; here what plans have in common is kept from one to the next: the seconds and bytes of a
-stage by what decides them, and the paths between devices. What is left of a plan is a few numbers a lane, which compiled
+stage by what decides them, the paths between devices, what messages and exchanges between groups put on links, and the numbers
+of whole pipelines, which a search takes over from plan to plan. What is left of a plan is a few numbers a lane, which compiled
 arithmetic (`sim.cost.recurrence`) follows through pipelines and exchanges.
 """
 
@@ -13,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise, permutations, product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.collectives import _by_nccl
+from sim.cost.collectives import by_nccl
 from sim.cost.compute import ComputeCost
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
@@ -26,21 +28,19 @@ from sim.cost.memory import (
     COMMUNICATOR_BYTES,
     FRAGMENTATION_FRACTION,
     Holders,
-    MemoryParts,
-    _parts,
-    _Rules,
-    _rules,
-    _Shape,
+    LaneShape,
     count_holders,
+    logits_bytes,
+    rules_of,
+    shape_parts,
 )
 from sim.cost.network import Network
 from sim.cost.price import dollars
 from sim.cost.traffic import work
 from sim.spec.cluster import Cluster, Device
-from sim.spec.compile import BUCKET_PARAMETERS, common_refinement, lane_name
+from sim.spec.compile import BUCKET_PARAMETERS, common_refinement
 from sim.spec.counts import (
     PRECISION_BYTES,
-    RECOMPUTE,
     boundary_bytes,
     embedding_parameters,
     embedding_parameters_at,
@@ -71,10 +71,22 @@ WARM_UP = {"gpipe": 0, "1f1b": 1, "eager-1f1b": 2}
 UNKNOWN = -2
 """In the place of the number of a list of parts: it has not been asked for."""
 
+FEWEST_TRANSFERS, MOST_TRANSFERS = 2**12, 2**17
+"""How many messages and exchanges are kept at first and at most; then all are forgotten."""
+
+LINKS_EACH = 12
+"""For how many links of each of them there is room, on average."""
+
+MOST_ALONES = 256
+"""Of so many looks the plans that were asked about are kept; then all are forgotten."""
+
+MOST_PIPELINES = 2**16
+"""Of so many pipelines the rows of numbers are kept; then all are forgotten."""
+
 Pass: TypeAlias = Forward | Backward
 
-Numbers: TypeAlias = "array[int]"
-"""Rows of whole numbers, one after the other."""
+_End: TypeAlias = tuple[int, tuple[tuple[int, float], ...], float, float]
+"""A device and the links of a path that it decides, with their weights; latency of the path, and of a step over it."""
 
 
 class Estimates:
@@ -94,7 +106,8 @@ class Estimates:
         self.cluster, self.job = cluster, job
         self.network = Network(cluster)
         self._paths = _Paths(self.network, recurrence)
-        self._groups = _Groups(cluster, job, self._paths.numbers)
+        self._transfers = _Transfers(recurrence)
+        self._groups = _Groups(cluster, job, self.network, self._paths.numbers)
         self._settings: dict[object, _Settings] = {}
         self._known_models: list[object] = []
         self._idle_watts = sum(device.gpu.idle_watts for device in cluster.devices)
@@ -146,25 +159,40 @@ class Estimates:
         )
         settings = self._settings.get(key)
         if settings is None:
-            settings = self._settings[key] = _Settings(plan, self.cluster, self.network, self._groups)
+            settings = self._settings[key] = _Settings(plan, self.cluster, self.network, self._groups, self._compiled)
         if not settings.followed:
             return None
         try:
             numbers = settings.numbers(plan)
         except _Impossible:
-            return _Found(settings, math.inf, NO_ROWS, NO_ROWS, NO_SECONDS)
+            return _Found(settings, math.inf, NO_ROWS, NO_ROWS, NO_VALUES, NO_VALUES)
         if numbers is None:
             return None
-        lanes = np.frombuffer(numbers[0], np.int64).reshape(-1, 8)
-        pipelines = np.frombuffer(numbers[1], np.int64).reshape(-1, 3)
-        busy_s = np.empty(len(lanes))
+        compiled, again = self._compiled, False
+        lanes = np.frombuffer(numbers.lanes, np.int64).reshape(-1, compiled.LANE_COLUMNS)
+        pipelines = np.frombuffer(numbers.pipelines, np.int64).reshape(-1, 3)
+        busy_s, num_bytes = np.empty(len(lanes)), np.empty(len(lanes))
         while True:
-            iteration_s, missing = self._compiled.evaluate(
-                self._paths.world(), settings.tables(), settings.sizes, pipelines, lanes, busy_s
+            iteration_s, end = compiled.evaluate(
+                self._paths.world(),
+                self._transfers.tables,
+                settings.tables(),
+                settings.sizes,
+                pipelines,
+                lanes,
+                numbers.shards,
+                numbers.embeddings,
+                numbers.heads,
+                busy_s,
+                num_bytes,
             )
-            if not missing:
-                return _Found(settings, iteration_s, lanes, pipelines, busy_s)
-            self._paths.fill()
+            if end == compiled.DONE:
+                return _Found(settings, iteration_s, lanes, pipelines, busy_s, num_bytes)
+            if end == compiled.MISSING:
+                self._paths.fill()
+            else:
+                self._transfers.forget(again)
+                again = True
 
     def _check(self, plan: Plan) -> None:
         """Raises InputError for the plan of another job."""
@@ -191,14 +219,14 @@ class Estimates:
         iteration_s, settings, groups = found.iteration_s, found.settings, self._groups
         if not iteration_s > 0:
             raise InputError(f"an iteration takes more than 0 s, but that of {self.cluster.name!r} has {iteration_s!r} s")
-        lanes, busy_s = found.lanes, found.busy_s
-        records, numbers = settings.records.rows[lanes[:, 0]], lanes[:, 1]
+        compiled, lanes, busy_s = self._compiled, found.lanes, found.busy_s
+        looks, numbers = settings.looks.rows[lanes[:, compiled.LOOK]], lanes[:, compiled.GROUP]
         peaks: dict[str, int] = {}
-        for group, num_bytes in zip(numbers.tolist(), records[:, 3].tolist(), strict=True):
+        for group, num_bytes in zip(numbers.tolist(), found.num_bytes.tolist(), strict=True):
             peaks.update(dict.fromkeys(groups.names[group], int(num_bytes)))
         micro_batches = np.repeat(found.pipelines[:, 2], np.diff(found.pipelines[:, 0], prepend=0))
-        sequences = (lanes[:, 6] - lanes[:, 5]) * micro_batches
-        recomputed = [int(records[:, column] @ sequences) for column in (4, 5)]
+        sequences = (lanes[:, compiled.TO] - lanes[:, compiled.FROM]) * micro_batches
+        recomputed = [int(looks[:, column] @ sequences) for column in (compiled.SELECTIVE, compiled.WHOLLY)]
         again = sum(n * each for n, each in zip(recomputed, settings.recompute_flop, strict=True))
         peak, used = self._peak_flop_per_s, float(groups.peak_flop_per_s.values[numbers].sum())
         return Cost(
@@ -226,10 +254,24 @@ class _Found(NamedTuple):
     lanes: NDArray[np.int64]
     pipelines: NDArray[np.int64]
     busy_s: NDArray[np.float64]
+    num_bytes: NDArray[np.float64]
+
+
+class _Numbers(NamedTuple):
+    """A plan as the compiled arithmetic takes it."""
+
+    lanes: array[int]
+    """Rows, one after the other."""
+    pipelines: array[int]
+    """Rows, too: the lane after its last, its depth, its micro-batches."""
+    shards: NDArray[np.float64]
+    embeddings: int
+    """Over how many the state of the embedding is divided."""
+    heads: int
 
 
 NO_ROWS: NDArray[np.int64] = np.empty((0, 0), np.int64)
-NO_SECONDS: NDArray[np.float64] = np.empty(0)
+NO_VALUES: NDArray[np.float64] = np.empty(0)
 
 
 # --- Tables that grow ------------------------------------------------------------------------------------------------
@@ -246,7 +288,7 @@ class _Column:
     def __len__(self) -> int:
         return self._length // self._width
 
-    def extend(self, values: Sequence[float]) -> None:
+    def extend(self, values: Sequence[float] | NDArray[Any]) -> None:
         """Appends values."""
         stop = self._length + len(values)
         if stop > len(self._array):
@@ -283,11 +325,17 @@ class _Paths:
         nic_numbers = {nic: number for number, nic in enumerate(dict.fromkeys(nic for nic in nics if nic is not None))}
         self._nodes = np.array([network.node_number(device.node.name) for device in devices])
         self._nics = np.array([-1 if nic is None else nic_numbers[nic] for nic in nics])
-        self._flags = np.array([_by_nccl(network, [name]) for name in self._names])
+        self._flags = np.array([by_nccl(network, [name]) for name in self._names])
         self._paths = np.full((len(devices), len(devices)), -1, np.int64)
-        self._first, self._links, self._weights = _Column(np.int64, [0]), _Column(np.int64), _Column(np.float64)
-        self._latency_s, self._step_s, self._capacity = (_Column(np.float64) for _ in range(3))
+        starts = np.flatnonzero(np.diff(self._nodes, prepend=-1))
+        self._node_of = (np.searchsorted(starts, np.arange(len(devices)), side="right") - 1).tolist()
+        self._devices_of = [range(a, b) for a, b in pairwise([*starts.tolist(), len(devices)])]
+        # The first one stands in for those that are missing.
+        self._first, self._links, self._weights = _Column(np.int64, [0, 0]), _Column(np.int64), _Column(np.float64)
+        self._latency_s, self._step_s, self._capacity = _Column(np.float64, [0]), _Column(np.float64, [0]), _Column(np.float64)
         self._asked = np.zeros(1 + 2 * ASKED_AT_ONCE, np.int64)
+        matrix = network.cluster.bandwidth_matrix
+        self._by_device = matrix is not None and any(name in self.numbers for name in matrix.names)
         self._world: Any = None
 
     def world(self) -> Any:
@@ -309,27 +357,96 @@ class _Paths:
         return self._world
 
     def fill(self) -> None:
-        """Fills in the paths that were missed."""
+        """Fills in the paths that were missed, and those between the other devices of the same two nodes."""
         asked, self._world = self._asked, None
-        missed = dict.fromkeys(map(tuple, asked[1 : 1 + 2 * asked[0]].reshape(-1, 2).tolist()))
+        missed = asked[1 : 1 + 2 * min(int(asked[0]), ASKED_AT_ONCE)].reshape(-1, 2).tolist()
         asked[0] = 0
-        paths = [self._network.path(self._names[a], self._names[b]) for a, b in missed]
-        for number, (a, b) in enumerate(missed, len(self._latency_s)):
-            self._paths[a, b] = number
-        ends = np.cumsum([len(path.links) for path in paths]) + len(self._links)
-        self._links.extend([link for path in paths for link, _ in path.links])
-        self._weights.extend([weight for path in paths for _, weight in path.links])
-        self._first.extend(ends.tolist())
-        self._latency_s.extend([path.latency_s for path in paths])
-        self._step_s.extend([path.step_s for path in paths])
+        for a, b in missed:
+            if self._paths[a, b] < 0:
+                self._fill_between(a, b)
         self._capacity.extend(self._network.capacities()[len(self._capacity) :])
+
+    def _fill_between(self, a: int, b: int) -> None:
+        """Enters the path between two devices, and where they are of two nodes, all paths between these.
+
+        On such a path the sender decides some of the first links and the receiver some of the last, so that few paths tell all.
+        Not where the network has been measured device by device.
+        """
+        path, names = self._network.path, self._names
+        senders, receivers = (self._devices_of[self._node_of[number]] for number in (a, b))
+        together = senders is not receivers and not self._by_device
+        if together:
+            first, last = names[senders[0]], names[receivers[0]]
+            corner = path(first, last)
+            leaving, entering = [path(names[one], last) for one in senders], [path(first, names[one]) for one in receivers]
+            decided = len(corner.links) - min(_common(corner.links[::-1], found.links[::-1]) for found in leaving)
+            together = decided <= min(_common(corner.links, found.links) for found in entering)
+        if not together:
+            senders, receivers, decided, corner = range(a, a + 1), range(b, b + 1), 0, path(names[a], names[b])
+            leaving = entering = [corner]
+        heads: dict[int, list[_End]] = {}
+        tails: dict[int, list[_End]] = {}  # by how many links they are
+        for one, found in zip(senders, leaving, strict=True):
+            head = found.links[: len(found.links) - len(corner.links) + decided]
+            heads.setdefault(len(head), []).append((one, head, found.latency_s, found.step_s))
+        for one, found in zip(receivers, entering, strict=True):
+            tail = found.links[decided:]
+            tails.setdefault(len(tail), []).append((one, tail, found.latency_s - corner.latency_s, found.step_s - corner.step_s))
+        for some, others in product(heads.values(), tails.values()):
+            self._enter(some, others)
+
+    def _enter(self, heads: Sequence[_End], tails: Sequence[_End]) -> None:
+        """Enters all paths from devices with some first links to devices with some last ones; of each, all are equally many."""
+        senders, first, latency_s, step_s = zip(*heads, strict=True)
+        receivers, last, more_latency_s, more_step_s = zip(*tails, strict=True)
+        n, m, h = len(heads), len(tails), len(first[0])
+        both = np.empty((n, m, h + len(last[0]), 2))
+        both[:, :, :h] = np.reshape(first, (n, 1, h, 2))
+        both[:, :, h:] = np.reshape(last, (1, m, -1, 2))
+        self._paths[np.ix_(senders, receivers)] = np.arange(n * m).reshape(n, m) + len(self._latency_s)
+        self._first.extend(np.arange(1, n * m + 1) * both.shape[2] + len(self._links))
+        self._links.extend(both[..., 0].ravel())
+        self._weights.extend(both[..., 1].ravel())
+        self._latency_s.extend(np.add.outer(latency_s, more_latency_s).ravel())
+        self._step_s.extend(np.add.outer(step_s, more_step_s).ravel())
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many of their first entries two sequences have in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class _Transfers:
+    """The messages and exchanges that plans have had; see `sim.cost.recurrence.Transfers`."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled, self._rows = compiled, FEWEST_TRANSFERS
+        self.tables = self._empty()
+
+    def forget(self, all_are_of_one_plan: bool) -> None:
+        """Makes room: all are forgotten."""
+        if self._rows < MOST_TRANSFERS or all_are_of_one_plan:
+            self._rows *= 2
+        self.tables = self._empty()
+
+    def _empty(self) -> Any:
+        rows = self._rows
+        return self._compiled.Transfers(
+            np.full(2 * rows, -1, np.int64),
+            np.empty((rows, 2), np.int64),
+            np.empty((rows, 3)),
+            np.zeros(rows + 1, np.int64),
+            np.empty(rows * LINKS_EACH, np.int64),
+            np.empty(rows * LINKS_EACH),
+            np.zeros(1, np.int64),
+        )
 
 
 class _Groups:
     """The tensor-parallel groups that plans have had, by number."""
 
-    def __init__(self, cluster: Cluster, job: Job, numbers: dict[str, int]) -> None:
-        self._cluster, self._precision, self._numbers = cluster, job.precision, numbers
+    def __init__(self, cluster: Cluster, job: Job, network: Network, numbers: dict[str, int]) -> None:
+        self._cluster, self._precision, self._network, self._numbers = cluster, job.precision, network, numbers
         self.known: dict[tuple[str, ...], int] = {}
         self.names: list[tuple[str, ...]] = []
         self.alike: list[int] = []
@@ -337,7 +454,8 @@ class _Groups:
         self.alike_names: list[tuple[str, ...]] = []
         """The first group of each of these numbers."""
         self._alikes: dict[object, int] = {}
-        self.first, self.devices = _Column(np.int64, [0]), _Column(np.int64)
+        self._random = np.random.default_rng(0)
+        self.first, self.devices, self.keys = _Column(np.int64, [0]), _Column(np.int64), _Column(np.int64, width=2)
         self.capacity_bytes, self.busy_watts, self.peak_flop_per_s = (_Column(np.float64) for _ in range(3))
 
     def add(self, names: tuple[str, ...]) -> int:
@@ -353,6 +471,7 @@ class _Groups:
         self.capacity_bytes.extend([min(device.gpu.memory_bytes for device in devices)])
         self.devices.extend([self._numbers[name] for name in names])
         self.first.extend([len(self.devices)])
+        self.keys.extend(self._random.integers(-(2**63), 2**63, 2))
         alike = self._alikes.setdefault(self._looks(devices), len(self._alikes))
         if alike == len(self.alike_names):
             self.alike_names.append(names)
@@ -362,20 +481,26 @@ class _Groups:
         return number
 
     def _looks(self, devices: Sequence[Device]) -> object:
-        """What the seconds of a group's work depend on."""
-        if len(devices) == 1:
-            return id(devices[0].gpu)
+        """What the seconds of a group's work depend on: the kinds at their speeds, and the network among the devices."""
         node = devices[0].node
-        if any(device.node is not node for device in devices) or self._cluster.bandwidth_matrix is not None:
+        if any(device.node is not node for device in devices):
             return tuple(device.name for device in devices)
-        return id(node.gpu), node.gpus, node.intra, tuple(device.index for device in devices)
+        links: dict[int, int] = {}
+        paths = []
+        for sender, receiver in permutations(devices, 2):
+            path = self._network.path(sender.name, receiver.name)
+            crossed = tuple((links.setdefault(link, len(links)), weight) for link, weight in path.links)
+            paths.append((crossed, path.latency_s, path.step_s))
+        rates = tuple(self._network.links[link].capacity_bytes_per_s for link in links)
+        order = tuple(sorted(range(len(devices)), key=lambda i: devices[i].index))  # in which a ring visits them
+        return frozenset(id(device.gpu) for device in devices), node.intra, order, tuple(paths), rates
 
 
 # --- What plans of equal settings have in common ---------------------------------------------------------------------
 
 
 class _Look(NamedTuple):
-    """What the seconds of a stage's work depend on."""
+    """What the seconds and the bytes of a stage depend on."""
 
     alike: int
     share: int
@@ -386,13 +511,15 @@ class _Look(NamedTuple):
     full: int
 
 
+_Key: TypeAlias = tuple[int, int, int, int, str, int | None]
+"""The same with the recomputation as a stage says it: alike, share, ends, layers, mode, layers in that mode."""
+
+
 class _Settings:
     """Plans that agree in all but their pipelines, and what is known of their stages."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, network: Network, groups: _Groups) -> None:
-        from sim.cost.recurrence import Sizes, Tables
-
-        self._plan, self._network, self._cluster, self._groups, self._tables_type = plan, network, cluster, groups, Tables
+    def __init__(self, plan: Plan, cluster: Cluster, network: Network, groups: _Groups, compiled: Any) -> None:
+        self._plan, self._network, self._cluster, self._groups, self._compiled = plan, network, cluster, groups, compiled
         stack, model = cluster.stack, plan.transformer
         self.followed = (
             plan.schedule in WARM_UP
@@ -406,9 +533,10 @@ class _Settings:
         self._sequence_length = plan.sequence_length if plan.sequence_parallel else 0
         self._overlap, self._model = plan.overlap_gradients, model
         self._per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(model)))
+        self._rules = rules_of(plan, stack)
         element_bytes, gradient_bytes = PRECISION_BYTES[plan.precision], PRECISION_BYTES[plan.gradient_precision]
         per_layer, embedding, head = layer_parameters(model), embedding_parameters(model), head_parameters(model)
-        self.sizes = Sizes(
+        self.sizes = compiled.Sizes(
             layers=model.layers,
             boundary_bytes=float(boundary_bytes(model, 1, plan.sequence_length, element_bytes)),
             layer_gradient_bytes=float(per_layer * gradient_bytes),
@@ -417,8 +545,12 @@ class _Settings:
             layer_parameter_bytes=float(per_layer * element_bytes),
             embedding_parameter_bytes=float(embedding * element_bytes),
             head_parameter_bytes=float(head * element_bytes),
-            start_s=cluster.fabric.start_s,
-            collective_scale=stack.collective_scale,
+            state_bytes=float(self._rules.state_bytes),
+            logits_scale=float(stack.logits_scale),
+            fragmentation=FRAGMENTATION_FRACTION,
+            communicator_bytes=float(COMMUNICATOR_BYTES),
+            start_s=float(cluster.fabric.start_s),
+            collective_scale=float(stack.collective_scale),
             per_bucket=self._per_bucket,
             sequence_parallel=plan.sequence_parallel,
             warm_up=WARM_UP.get(plan.schedule, 0),
@@ -426,163 +558,171 @@ class _Settings:
             gathers=plan.zero_stage >= 1,
             tied=model.tied_embeddings,
         )
-        self._rules = _rules(
-            model,
-            plan.sequence_length,
-            plan.precision,
-            plan.gradient_precision,
-            plan.optimizer,
-            plan.offload_optimizer,
-            plan.sequence_parallel,
-            plan.zero_stage,
-            plan.context_parallel,
-            plan.expert_parallel,
-            stack,
-        )
         one = plan.sequence_length
         self.recompute_flop = [layer_recompute_flop(model, one, one, mode) for mode in ("selective", "full")]
-        self.records = _Column(np.float64, width=6)
-        """Of each stage that has been met: seconds of forward, backward and optimizer, bytes, layers recomputed."""
+        self.looks = _Column(np.float64, width=compiled.LOOK_COLUMNS)
+        """Of each stage that looks unlike those before: see `sim.cost.recurrence.Tables`."""
+        self._known: dict[_Key, int] = {}
+        self._seen: list[_Look] = []
+        self._each_layer: list[int] = []
+        """Of each look: its parts where every layer is one; -1: it has no layers; -2: not known."""
+        self._pipelines: dict[bool, dict[int, tuple[Pipeline, array[int] | None]]] = {True: {}, False: {}}
+        """Of pipelines that have been met, by their identity (they are kept so that it stays theirs): the rows of their lanes."""
+        self._even_shards: dict[int, NDArray[np.float64]] = {}
         self._part_first, self._part_s = _Column(np.int64, [0]), _Column(np.float64)
+        self._step_first, self._steps = _Column(np.int64, [0]), _Column(np.float64, width=2)
         self._tables: Any = None
         self._tables_groups = 0
-        self._known: dict[object, dict[object, int]] = {}
-        self._shards: dict[object, float] = {}
         self._works: dict[object, float] = {}
-        self._bytes: dict[object, _Held] = {}
+        self._alones: dict[_Look, tuple[ComputeCost, Lane]] = {}
         self._parts: dict[object, int] = {}
+        self._steps_of: dict[int, int] = {}
         self._convex = stack.host_s == stack.tensor_host_s == 0
         """Whether seconds are sums and maxima of what grows in proportion; a host that is waited for adds otherwise."""
         self._planes: dict[object, tuple[float, float, float] | None] = {}
-        self._steps: dict[object, tuple[float, float]] = {}
-        self._looks: list[_Look] = []
-        """Of each record: what its parts depend on, besides where they are divided."""
-        self._each_layer: list[int] = []
-        """Of each record: its parts where every layer is one; -2: not known."""
 
     def tables(self) -> Any:
         """The tables, as the compiled arithmetic takes them."""
         if self._tables is None or self._tables_groups != len(self._groups.names):
             groups = self._groups
             self._tables_groups = len(groups.names)
-            self._tables = self._tables_type(
-                self.records.rows,
+            self._tables = self._compiled.Tables(
+                self.looks.rows,
+                self._steps.rows,
+                self._step_first.values,
                 self._part_first.values,
                 self._part_s.values,
                 groups.first.values,
                 groups.devices.values,
                 groups.capacity_bytes.values,
+                groups.keys.rows,
             )
         return self._tables
 
     # --- A plan ---
 
-    def numbers(self, plan: Plan) -> tuple[Numbers, Numbers] | None:
-        """The rows of a plan's lanes and pipelines, lanes in layer order; None where it is followed elsewhere.
+    def numbers(self, plan: Plan) -> _Numbers | None:
+        """A plan's lanes and pipelines, lanes in layer order; None where it is followed elsewhere.
 
         Raises _Impossible for a group that cannot work.
         """
         pipelines = plan.pipelines
-        if sum(len(pipeline.stages) * pipeline.micro_batches for pipeline in pipelines) > MOST_STEPS:
-            return None
-        copies = len(pipelines)
+        copies, steps, count = len(pipelines), 0, 0
         ends = copies
         if self._model.tied_embeddings:
             ends += sum(len(pipeline.stages) > 1 for pipeline in pipelines)
         if self._zero_stage == 0 and ends > 1:
             return None  # all-reduces may go along trees
-        known = self._known.get((copies, ends))
-        if known is None:
-            known = self._known[copies, ends] = {}
-        group_of, alike, schedule = self._groups.known, self._groups.alike, self._schedule
-        divided = self._overlap and copies > 1
-        each_layer = self._each_layer if divided and self._per_bucket == 1 else None
-        parts = -1
-        lanes: list[int] = []
-        rows: list[int] = []
-        add, count = lanes.extend, 0
+        known = self._pipelines[copies > 1]
+        if len(known) > MOST_PIPELINES:
+            known.clear()
+        lanes, bounds = array("q"), array("q")
         for pipeline in pipelines:
-            stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches
-            depth, at = len(stages), 0
-            for place, stage in enumerate(stages):
-                replicas, layers = stage.replicas, stage.layers
-                start, stop = layers[0]
-                if len(replicas) > 1 or len(layers) > 1 or start != at:
-                    return self._uneven_numbers(plan)
-                at = stop
-                devices = replicas[0].devices
-                group = group_of.get(devices)
-                if group is None:
-                    group = self._groups.add(devices)
-                end = (place == 0) + 2 * (place == depth - 1)
-                flying = in_flight(schedule, depth, place, micro_batches)
-                key = (alike[group], share, stop - start, end, flying, stage.recompute, stage.recompute_layers)
-                record = known.get(key)
-                if record is None:
-                    counts = stage.recomputed()
-                    look = _Look(alike[group], share, end, stop - start, counts["selective"], counts["full"])
-                    shared = copies > 1 or (end > 0 and ends > 1)
-                    step_s = self._even_step_s(look, copies, ends)
-                    shards = self._shard(copies, stop - start), ends, copies
-                    record = known[key] = self._record(look, flying, shared, shards, step_s)
-                if each_layer is not None:
-                    parts = each_layer[record]
-                    if parts == UNKNOWN:
-                        parts = each_layer[record] = self._parts_of(record, _single(stop - start))
-                add((record, group, parts, start, stop, 0, share, place))
-            count += depth
-            rows += (count, depth, micro_batches)
-        if divided and each_layer is None:
+            found = known.get(id(pipeline))
+            if found is None:
+                found = known[id(pipeline)] = pipeline, self._rows(pipeline, copies > 1)
+            if found[1] is None:
+                return self._uneven_numbers(plan)
+            lanes += found[1]
+            depth, micro_batches = len(pipeline.stages), pipeline.micro_batches
+            steps, count = steps + depth * micro_batches, count + depth
+            bounds.extend((count, depth, micro_batches))
+        if steps > MOST_STEPS:
+            return None
+        if self._overlap and copies > 1 and self._per_bucket > 1:
             self._divide(lanes)
-        return array("q", lanes), array("q", rows)
+        return _Numbers(lanes, bounds, self._shards(copies), ends, copies)
 
-    def _uneven_numbers(self, plan: Plan) -> tuple[Numbers, Numbers] | None:
+    def _rows(self, pipeline: Pipeline, shared: bool) -> array[int] | None:
+        """The rows of a pipeline's lanes, where it is one of several (`shared`) or alone; None where its stages have several
+        replicas or ranges, or do not stand in layer order.
+        """
+        in_parts = shared and self._overlap and self._per_bucket == 1
+        group_of, alike, known, rows = self._groups.known, self._groups.alike, self._known, array("q")
+        stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches
+        depth, at, parts = len(stages), 0, -1
+        tied = self._model.tied_embeddings and depth > 1
+        for place, stage in enumerate(stages):
+            replicas, layers = stage.replicas, stage.layers
+            start, stop = layers[0]
+            if len(replicas) > 1 or len(layers) > 1 or start != at:
+                return None
+            at = stop
+            devices = replicas[0].devices
+            group = group_of.get(devices)
+            if group is None:
+                group = self._groups.add(devices)
+            end = (place == 0) + 2 * (place == depth - 1)
+            key = alike[group], share, end, stop - start, stage.recompute, stage.recompute_layers
+            look = known.get(key, UNKNOWN)
+            if look == UNKNOWN:
+                look = known[key] = self._add(key, stage)
+            if in_parts:
+                parts = self._each_layer[look]
+                if parts == UNKNOWN:
+                    parts = self._each_layer[look] = self._parts_of(look, _single(stop - start))
+            flying = in_flight(self._schedule, depth, place, micro_batches)
+            exchanges = shared or (tied and end > 0)
+            rows.extend((look, group, parts, start, stop, 0, share, place, int(flying), stop - start, exchanges))
+        return rows
+
+    def _shards(self, copies: int) -> NDArray[np.float64]:
+        """Of how many layers a stage keeps the state, by the layers that it holds, where all pipelines hold each layer once."""
+        found = self._even_shards.get(copies)
+        if found is None:
+            n = self._model.layers
+            held = Holders((copies,) * n, copies, copies)
+            found = self._even_shards[copies] = np.array([held.shard(((0, layers),)) for layers in range(n + 1)])
+        return found
+
+    def _uneven_numbers(self, plan: Plan) -> _Numbers | None:
         """As `numbers`, for stages of several replicas, and in any order."""
-        schedule, model = self._schedule, self._model
+        model = self._model
         if any(len(stage.layers) > 1 for pipeline in plan.pipelines for stage in pipeline.stages):
             return None
         held = count_holders(plan)
         heads, embeddings = held.head_shards, held.embedding_shards
         if self._zero_stage == 0 and max(*held.layers, heads, embeddings) > 1:
             return None
-        known = self._known.setdefault((heads, embeddings, "uneven"), {})
-        cost = ComputeCost(plan, self._cluster)
-        lanes: list[int] = []
-        rows: list[int] = []
-        for p, pipeline in enumerate(plan.pipelines):
+        lanes, bounds = array("q"), array("q")
+        shards: list[float] = []
+        count = steps = 0
+        for pipeline in plan.pipelines:
             depth, micro_batches = len(pipeline.stages), pipeline.micro_batches
             for place, s in enumerate(pipeline.visiting_order):
                 stage, at = pipeline.stages[s], 0
                 (start, stop), end = stage.layers[0], (place == 0) + 2 * (place == depth - 1)
-                flying, shard = in_flight(schedule, depth, place, micro_batches), held.shard(stage.layers)
+                flying = in_flight(self._schedule, depth, place, micro_batches)
                 holding = [held.layers[start]] if start < stop else []
                 holding += [held.embedding] if end & 1 or (end and model.tied_embeddings) else []
                 holding += [held.head] if end & 2 else []
-                shared = max(holding) > 1
-                for r, replica in enumerate(stage.replicas):
+                for replica in stage.replicas:
                     group = self._groups.known.get(replica.devices)
                     if group is None:
                         group = self._groups.add(replica.devices)
-                    share = replica.sequences
-                    counts = stage.recomputed()
-                    look = _Look(self._groups.alike[group], share, end, stop - start, counts["selective"], counts["full"])
-                    key = look, flying, shard, shared
-                    record = known.get(key)
-                    if record is None:
-                        name = lane_name(p, s, r, len(stage.replicas))
-                        lane = _lane(name, p, s, replica.devices, (start, stop), share, end)
-                        step_s = cost.seconds(lane, OptimizerStep())
-                        record = known[key] = self._record(look, flying, shared, (shard, embeddings, heads), step_s)
-                    lanes += (record, group, -1, start, stop, at, at + share, place)
-                    at += share
-            rows += (len(lanes) // 8, depth, micro_batches)
+                    alike = self._groups.alike[group]
+                    key = alike, replica.sequences, end, stop - start, stage.recompute, stage.recompute_layers
+                    look = self._known.get(key, UNKNOWN)
+                    if look == UNKNOWN:
+                        look = self._known[key] = self._add(key, stage)
+                    to, shared = at + replica.sequences, max(holding) > 1
+                    lanes.extend((look, group, -1, start, stop, at, to, place, int(flying), len(shards), shared))
+                    at = to
+                shards.append(held.shard(stage.layers))
+                count += len(stage.replicas)
+                steps += len(stage.replicas) * micro_batches
+            bounds.extend((count, depth, micro_batches))
+        if steps > MOST_STEPS:
+            return None
         if self._overlap:
             self._divide(lanes)
-        return array("q", lanes), array("q", rows)
+        return _Numbers(lanes, bounds, np.array(shards), embeddings, heads)
 
-    def _divide(self, lanes: list[int]) -> None:
+    def _divide(self, lanes: array[int]) -> None:
         """Enters for each lane the parts in which its last backward comes, where several lanes hold all of its layers."""
-        cuts = Counter(zip(lanes[3::8], lanes[4::8], strict=True))
+        compiled = self._compiled
+        width = compiled.LANE_COLUMNS
+        cuts = Counter(zip(lanes[compiled.START :: width], lanes[compiled.STOP :: width], strict=True))
         bounds = common_refinement(list(cuts))
         copies = {(a, b): sum(n for (start, stop), n in cuts.items() if start <= a and b <= stop) for a, b in bounds}
         parts_of: dict[LayerRange, tuple[LayerRange, ...]] = {}
@@ -594,46 +734,70 @@ class _Settings:
                     for a, b in reversed(inside)
                     for top in range(b, a, -self._per_bucket)
                 )
-        for i in range(0, len(lanes), 8):
-            parts = parts_of.get((lanes[i + 3], lanes[i + 4]))
+        for i in range(0, len(lanes), width):
+            parts = parts_of.get((lanes[i + compiled.START], lanes[i + compiled.STOP]))
             if parts is not None:
-                lanes[i + 2] = self._parts_of(lanes[i], parts)
+                lanes[i + compiled.PARTS] = self._parts_of(lanes[i + compiled.LOOK], parts)
 
     # --- A stage ---
 
-    def _shard(self, copies: int, layers: int) -> float:
-        """The layers that a stage keeps the state of, where all pipelines hold each layer once."""
-        key = copies, layers
-        if key not in self._shards:
-            self._shards[key] = Holders((copies,) * self._model.layers, copies, copies).shard(((0, layers),))
-        return self._shards[key]
-
-    def _record(self, look: _Look, flying: float, shared: bool, shards: tuple[float, int, int], step_s: float) -> int:
-        """A new record of a stage: of so many micro-batches in flight, and what it keeps of the states of layers and ends."""
+    def _add(self, key: _Key, stage: Stage) -> int:
+        """The number of a look that is new."""
+        alike, share, ends, layers, *_ = key
+        counts = stage.recomputed()
+        look = _Look(alike, share, ends, layers, counts["selective"], counts["full"])
+        model, rules = self._model, self._rules
         degree = len(self._groups.alike_names[look.alike])
+        row = [0.0] * self._compiled.LOOK_COLUMNS
         if self._can_divide(degree):
-            held = self._held(degree, look.share, look.ends)
-            num_bytes: float = held.total(look.layers, look.selective, look.full, flying, shared, shards)
-            seconds = [self._whole_s(look, kind) for kind in (Forward, Backward)]
+            embedding, head = bool(ends & 1), bool(ends & 2)
+            shape = LaneShape(
+                tensor_parallel=degree,
+                sequences=look.share,
+                in_flight=1,
+                embedding_in_flight=1 if embedding else 0,
+                head_in_flight=0,
+                none=look.layers - look.selective - look.full,
+                selective=look.selective,
+                full=look.full,
+                embedding=embedding,
+                head=head,
+                boundaries=2 - embedding - head if ends != 3 else 0,
+                shard=0,
+                embedding_shards=1,
+                head_shards=1,
+                communicators=(degree > 1) + (ends != 3),
+            )
+            parts = shape_parts(rules, shape)
+            logits, logits_gradient = logits_bytes(rules, shape) if head else (0, 0)
+            row = [
+                self._whole_s(look, Forward),
+                self._whole_s(look, Backward),
+                parts.parameters + parts.gradients + parts.working + parts.buffers,
+                parts.activations,
+                logits,
+                logits_gradient,
+                parts.context,
+                layer_parameters_at(model, degree),
+                embedding_parameters_at(model, degree) if embedding else 0,
+                head_parameters_at(model, degree) if head else 0,
+                tied_copy_parameters_at(model, degree) if head and not embedding else 0,
+                look.selective,
+                look.full,
+                self._steps_list(look),
+            ]
         else:
-            num_bytes, seconds = math.inf, [math.inf, math.inf]
-        self._looks.append(look)
+            row[self._compiled.FIXED] = math.inf
+        self._seen.append(look)
         self._each_layer.append(UNKNOWN if look.layers else -1)
-        self.records.extend([*seconds, step_s, num_bytes, look.selective, look.full])
+        self.looks.extend(row)
         self._tables = None
-        return len(self.records) - 1
+        return len(self._seen) - 1
 
     def _can_divide(self, degree: int) -> bool:
         """Whether a group of this degree can divide the heads and the sequences; see `sim.cost.feasibility`."""
         heads, key_heads = self._model.heads, self._model.kv_heads
         return not (heads % degree or (key_heads % degree and degree % key_heads) or self._sequence_length % degree)
-
-    def _held(self, degree: int, share: int, ends: int) -> _Held:
-        """The bytes of stages of this degree, share and ends."""
-        key = degree, share, ends
-        if key not in self._bytes:
-            self._bytes[key] = _Held(self._rules, degree, share, ends)
-        return self._bytes[key]
 
     # --- Seconds ---
 
@@ -696,6 +860,8 @@ class _Settings:
 
     def _alone(self, look: _Look) -> tuple[ComputeCost, Lane]:
         """A plan with a stage that looks like this, and its lane."""
+        if (found := self._alones.get(look)) is not None:
+            return found
         names, n = self._groups.alike_names[look.alike], self._model.layers
         held, share = look.layers, look.share
         others: tuple[LayerRange, ...]
@@ -711,32 +877,33 @@ class _Settings:
         stages = [Stage((Replica(names, share),), (layers,), mode, look.full or None)]
         stages += [Stage((Replica((f"other/{i}",), share),), (other,)) for i, other in enumerate(others)]
         plan = replace(self._plan, pipelines=(Pipeline(share, 1, tuple(stages)),), global_batch=share)
-        return ComputeCost(plan, self._cluster), _lane("p0s0", 0, 0, names, layers, share, look.ends)
+        if len(self._alones) >= MOST_ALONES:
+            self._alones.clear()
+        self._alones[look] = found = ComputeCost(plan, self._cluster), _lane("p0s0", names, layers, share, look.ends)
+        return found
 
-    def _even_step_s(self, look: _Look, copies: int, ends: int) -> float:
-        """Seconds of the optimizer's step where all pipelines hold each layer once; they grow with the layers."""
-        n, look = self._model.layers, look._replace(selective=0, full=0)
-        holders = Holders((copies,) * n, ends, copies)
-        key = look.alike, look.ends, copies, ends
-        if key not in self._steps:
-            if look.ends == 3 or n == 1:
-                return self._step_s(look, holders)
-            one, most = (self._step_s(look._replace(layers=layers), holders) for layers in (1, n))
-            self._steps[key] = one, (most - one) / (n - 1)
-        one, each = self._steps[key]
-        return one + (look.layers - 1) * each
-
-    def _step_s(self, look: _Look, holders: Holders) -> float:
-        """Seconds of the optimizer's step of a stage."""
-        cost, lane = self._alone(look)
-        cost._holders = holders
-        return cost.seconds(lane, OptimizerStep())
-
-    def _parts_of(self, record: int, parts: tuple[LayerRange, ...]) -> int:
-        """The list of the parts of a lane's last backward, which are given from its first layer on, the last ones first."""
-        look = self._looks[record]
-        number = self._parts.get((look, parts))
+    def _steps_list(self, look: _Look) -> int:
+        """The list of what a stage's optimizer step takes on each kind of its group: seconds, and seconds of each parameter."""
+        number = self._steps_of.get(look.alike)
         if number is None:
+            names, n = self._groups.alike_names[look.alike], self._model.layers
+            cost, _ = self._alone(look._replace(layers=n, ends=3, selective=0, full=0))
+            of_one = {self._cluster.device(name).gpu: (name,) * len(names) for name in names}
+            for devices in of_one.values():
+                none_s, all_s = (
+                    cost.seconds(_lane(f"{devices[0]}, {layers}", devices, (0, layers), look.share, 0), OptimizerStep())
+                    for layers in (0, n)
+                )
+                self._steps.extend([none_s, (all_s - none_s) / (n * layer_parameters_at(self._model, len(names)))])
+            self._step_first.extend([len(self._steps)])
+            number = self._steps_of[look.alike] = len(self._step_first) - 2
+        return number
+
+    def _parts_of(self, number: int, parts: tuple[LayerRange, ...]) -> int:
+        """The list of the parts of a lane's last backward, which are given from its first layer on, the last ones first."""
+        look = self._seen[number]
+        found = self._parts.get((look, parts))
+        if found is None:
             known: dict[object, float] = {}  # most layers are alike
             seconds = []
             for a, b in parts:
@@ -747,94 +914,13 @@ class _Settings:
             self._part_s.extend(seconds)
             self._part_first.extend([len(self._part_s)])
             self._tables = None
-            number = self._parts[look, parts] = len(self._part_first) - 2
-        return number
+            found = self._parts[look, parts] = len(self._part_first) - 2
+        return found
 
 
-class _Held:
-    """The bytes at the peak of stages of one degree, share of the sequences and ends.
-
-    `sim.cost.memory` is asked for one layer of each mode; the rest grows in proportion to layers and to micro-batches in flight.
-    """
-
-    def __init__(self, rules: _Rules, degree: int, share: int, ends: int) -> None:
-        model, self._zero_stage = rules.transformer, rules.zero_stage
-        self._rules, self._degree, self._share = rules, degree, share
-        self._embedding, self._head = bool(ends & 1), bool(ends & 2)
-        self._inner_boundaries, self._deep = 2 - self._embedding - self._head if ends != 3 else 0, ends != 3
-        none = self._probe()
-        one, selective, full = (self._probe(**{mode: 1}) for mode in RECOMPUTE)
-        self._parameters, self._gradients = none.parameters, none.gradients
-        self._parameters_each, self._gradients_each = one.parameters - none.parameters, one.gradients - none.gradients
-        self._optimizer, self._optimizer_each = none.optimizer, one.optimizer - none.optimizer
-        self._embedded = none.activations
-        self._kept = tuple(parts.activations - none.activations for parts in (one, selective, full))
-        self._working = tuple(parts.working for parts in (one, selective, full))
-        self._logits: dict[float, int] = {}
-        self._buffers, self._context = none.buffers, none.context
-        embedding = embedding_parameters_at(model, degree) if self._embedding else 0
-        copy = tied_copy_parameters_at(model, degree) if self._head and not self._embedding else 0
-        self._layer_parameters, self._embedding_parameters = layer_parameters_at(model, degree), (embedding, copy)
-        self._head_parameters = head_parameters_at(model, degree) if self._head else 0
-
-    def _probe(self, none: int = 0, selective: int = 0, full: int = 0, head_flying: float = 0) -> MemoryParts:
-        """The parts of a stage with these layers and one micro-batch in flight, all states its own."""
-        shape = _Shape(
-            self._degree,
-            self._share,
-            1,
-            1 if self._embedding else 0,
-            head_flying,
-            none,
-            selective,
-            full,
-            self._embedding,
-            self._head,
-            self._inner_boundaries,
-            none + selective + full,
-            1,
-            1,
-            0,
-        )
-        return _parts(self._rules, shape)
-
-    def total(self, layers: int, selective: int, full: int, flying: float, shared: bool, shards: tuple[float, int, int]) -> int:
-        """Bytes of a stage: of its layers, those that recompute, and what it keeps of the states of layers and ends."""
-        rules, none = self._rules, layers - selective - full
-        counts = none, selective, full
-        if self._zero_stage:
-            shard, embeddings, heads = shards
-            embedding, copy = self._embedding_parameters
-            # Summed as in `sim.cost.memory`, so that it is rounded alike.
-            ends = embedding / embeddings + self._head_parameters / heads + copy / embeddings
-            optimizer = round((shard * self._layer_parameters + ends) * rules.state_bytes)
-        else:
-            optimizer = self._optimizer + layers * self._optimizer_each
-        kept = sum(count * each for count, each in zip(counts, self._kept, strict=True))
-        working = max((each for count, each in zip(counts, self._working, strict=True) if count), default=0)
-        logits = 0
-        if self._head:
-            if flying not in self._logits:
-                self._logits[flying] = self._probe(head_flying=flying).logits
-            logits = self._logits[flying]
-        allocated = (
-            self._parameters
-            + layers * self._parameters_each
-            + self._gradients
-            + layers * self._gradients_each
-            + optimizer
-            + round(flying * (kept + self._embedded))
-            + working
-            + logits
-            + self._buffers
-        )
-        communicators = (self._degree > 1) + self._deep + shared
-        return allocated + round(FRAGMENTATION_FRACTION * allocated) + self._context + communicators * COMMUNICATOR_BYTES
-
-
-def _lane(name: str, pipeline: int, stage: int, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int) -> Lane:
-    """A lane without neighbours and instructions."""
-    return Lane(name, pipeline, stage, 0, devices, (layers,), (0, share), 1, bool(ends & 1), bool(ends & 2))
+def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int) -> Lane:
+    """A lane of the first stage, without neighbours and instructions."""
+    return Lane(name, 0, 0, 0, devices, (layers,), (0, share), 1, bool(ends & 1), bool(ends & 2))
 
 
 @cache

@@ -13,7 +13,7 @@ half as much again of activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -23,6 +23,7 @@ from sim.spec.cluster import Cluster
 from sim.spec.compile import BUCKET_PARAMETERS
 from sim.spec.counts import (
     PRECISION_BYTES,
+    RECOMPUTE,
     boundary_bytes,
     embedding_parameters_at,
     head_activation_bytes,
@@ -142,7 +143,7 @@ def count_holders(plan: Plan) -> Holders:
 
 
 @dataclass(frozen=True)
-class _Rules:
+class MemoryRules:
     """What all lanes of a plan share."""
 
     transformer: Transformer
@@ -157,12 +158,32 @@ class _Rules:
     stack: Stack
 
     @cached_property
-    def known(self) -> dict[_Shape, MemoryParts]:
+    def known(self) -> dict[LaneShape, MemoryParts]:
         """The parts of the shapes asked for so far."""
         return {}
 
+    @cached_property
+    def _layer_bytes(self) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
+        return {}
 
-class _Shape(NamedTuple):
+    def layer_bytes(self, tensor_parallel: int, sequences: int) -> dict[str, tuple[int, int]]:
+        """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back."""
+        found = self._layer_bytes.get((tensor_parallel, sequences))
+        if found is None:
+            software = self.stack
+            kept_as = (self.transformer, sequences, self.sequence_length, tensor_parallel, self.sequence_parallel)
+
+            def scaled(count: Callable[..., float], mode: str) -> int:
+                whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention)
+                return round(software.activation_scale * whole_bytes / self.context_parallel)
+
+            found = self._layer_bytes[tensor_parallel, sequences] = {
+                mode: (scaled(layer_activation_bytes, mode), scaled(layer_recompute_peak_bytes, mode)) for mode in RECOMPUTE
+            }
+        return found
+
+
+class LaneShape(NamedTuple):
     """All that the bytes of a lane depend on besides the rules: where the lanes of two plans agree in it, they are alike."""
 
     tensor_parallel: int
@@ -196,13 +217,13 @@ def _rules(
     context_parallel: int,
     expert_parallel: int,
     software: Stack,
-) -> _Rules:
+) -> MemoryRules:
     element_bytes = PRECISION_BYTES[precision]
     state_bytes = 0 if offload_optimizer else 4 * OPTIMIZER_STATES[optimizer] + (4 if element_bytes < 4 else 0)
     gradient_bytes = PRECISION_BYTES[gradient_precision]
     if software.gradient_copy and gradient_bytes != element_bytes:
         gradient_bytes += element_bytes
-    return _Rules(
+    return MemoryRules(
         transformer,
         sequence_length,
         element_bytes,
@@ -212,6 +233,23 @@ def _rules(
         zero_stage,
         context_parallel,
         expert_parallel,
+        software,
+    )
+
+
+def rules_of(plan: Plan, software: Stack) -> MemoryRules:
+    """What all lanes of a plan share under a software stack. Plans that agree in it have the same object."""
+    return _rules(
+        plan.transformer,
+        plan.sequence_length,
+        plan.precision,
+        plan.gradient_precision,
+        plan.optimizer,
+        plan.offload_optimizer,
+        plan.sequence_parallel,
+        plan.zero_stage,
+        plan.context_parallel,
+        plan.expert_parallel,
         software,
     )
 
@@ -240,19 +278,7 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
 
     Raises InputError where a pipeline's layer ranges are not laid as the schedule takes them.
     """
-    rules = _rules(
-        plan.transformer,
-        plan.sequence_length,
-        plan.precision,
-        plan.gradient_precision,
-        plan.optimizer,
-        plan.offload_optimizer,
-        plan.sequence_parallel,
-        plan.zero_stage,
-        plan.context_parallel,
-        plan.expert_parallel,
-        software or stack("motley"),
-    )
+    rules = rules_of(plan, software or stack("motley"))
     known, held = rules.known, count_holders(plan)
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
@@ -277,7 +303,7 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
             for r, replica in enumerate(part.replicas):
                 degree = len(replica.devices) // plan.context_parallel
                 groups = (degree, plan.context_parallel, plan.expert_parallel, depth, shared)
-                shape = _Shape(
+                shape = LaneShape(
                     degree,
                     replica.sequences,
                     flying,
@@ -296,11 +322,11 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
                 )
                 parts = known.get(shape)
                 if parts is None:
-                    parts = known[shape] = _parts(rules, shape)
+                    parts = known[shape] = shape_parts(rules, shape)
                 yield p, s, r, parts
 
 
-def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
+def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     """The parts of a lane.
 
     ZeRO 1 divides the optimizer's states over the groups that hold a layer, 2 the gradients too, 3 the parameters too; the
@@ -322,28 +348,16 @@ def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
     sharded = layer_shards + sum(count / shards for count, shards in (ends, heads, copies))
     bucket_layers = -(-BUCKET_PARAMETERS // layer_parameters(model))
     divided_layers = min(whole, end_parameters + layer_shards + 2 * bucket_layers * per_layer)
-    kept_as = (shape.sequences, rules.sequence_length, degree, rules.sequence_parallel)
-
-    def kept(mode: str) -> int:
-        whole_bytes = layer_activation_bytes(model, *kept_as, mode, rules.element_bytes, software.flash_attention)
-        return round(software.activation_scale * whole_bytes / ranks)
-
-    def recomputed(mode: str) -> int:
-        whole_bytes = layer_recompute_peak_bytes(model, *kept_as, mode, rules.element_bytes, software.flash_attention)
-        return round(software.activation_scale * whole_bytes / ranks)
-
     counts = {"none": shape.none, "selective": shape.selective, "full": shape.full}
-    activations = sum(count * kept(mode) for mode, count in counts.items() if count)
-    working = max((kept("none") + recomputed(mode) for mode, count in counts.items() if count), default=0)
+    of_layer = rules.layer_bytes(degree, shape.sequences)
+    activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
+    working = max((of_layer["none"][0] + of_layer[mode][1] for mode, count in counts.items() if count), default=0)
     tokens = shape.sequences * rules.sequence_length // ranks
     divided = degree if rules.sequence_parallel else 1
     activations = round(shape.in_flight * activations)
     if shape.embedding and model.projected_embeddings:  # the input of the projection
         activations += round(shape.embedding_in_flight * (tokens * model.embedding_width * rules.element_bytes // divided))
-    logits = logits_gradient = 0
-    if shape.head:
-        logits_gradient = tokens * -(-model.padded_vocab // degree) * 4  # in fp32, as the softmax it is made from
-        logits = head_activation_bytes(model, *kept_as, rules.element_bytes) // ranks
+    logits, logits_gradient = logits_bytes(rules, shape) if shape.head else (0, 0)
     boundary = boundary_bytes(model, shape.sequences, rules.sequence_length, rules.element_bytes) // (divided * ranks)
     attended = 0
     if ranks > 1:
@@ -364,3 +378,12 @@ def _parts(rules: _Rules, shape: _Shape) -> MemoryParts:
         reserve=round(FRAGMENTATION_FRACTION * allocated.total),
         context=round(software.context_bytes) + shape.communicators * COMMUNICATOR_BYTES,
     )
+
+
+def logits_bytes(rules: MemoryRules, shape: LaneShape) -> tuple[int, int]:
+    """Bytes that a head keeps of each micro-batch in flight, and of the gradient of one micro-batch's logits."""
+    model, degree, ranks = rules.transformer, shape.tensor_parallel, rules.context_parallel
+    tokens = shape.sequences * rules.sequence_length // ranks
+    kept_as = (shape.sequences, rules.sequence_length, degree, rules.sequence_parallel)
+    gradient = tokens * -(-model.padded_vocab // degree) * 4  # in fp32, as the softmax it is made from
+    return head_activation_bytes(model, *kept_as, rules.element_bytes) // ranks, gradient

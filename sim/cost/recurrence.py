@@ -13,6 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from sim.cost.collectives import FLAGGED_BYTES
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -41,11 +43,35 @@ class World(NamedTuple):
     """How many paths were missing, and then, as far as there is room, between which two devices each."""
 
 
+class Transfers(NamedTuple):
+    """Messages and exchanges of one byte that plans have had, found again by the groups between which they go."""
+
+    place: Ints
+    """Where the row of a key is, by the key's hash; -1 where there is none."""
+    key: Ints
+    """[row]: of a message its two groups (the second one as -1 - it under sequence parallelism); of an exchange the sums of the
+    two random numbers of its groups."""
+    seconds: Floats
+    """[row]: of the byte on the slowest link; of latency in the protocol of low latency (infinite without one) and in that of
+    full bandwidth. Messages have but one, with its start."""
+    first: Ints
+    """Of each row: its first entry in `link` and `share`; the next row's is its end."""
+    link: Ints
+    share: Floats
+    """Of the link's capacity, where nothing else is on the links; see `LEAST_SHARE`."""
+    used: Ints
+    """How many rows there are."""
+
+
 class Tables(NamedTuple):
     """What lanes refer to by number."""
 
-    record: Floats
-    """[r]: forward_s, backward_s, optimizer_s, bytes at the peak of a stage."""
+    look: Floats
+    """[r]: what is the same of all stages that look alike, in the columns below."""
+    step: Floats
+    """[r, k]: seconds of an optimizer's step, and of each parameter in it, of stages with this list; the slowest counts."""
+    step_first: Ints
+    """Of each such list: its first entry in `step`; the next list's is its end."""
     part_first: Ints
     """Of each list of parts: its first entry in `part_s`; the next list's is its end."""
     part_s: Floats
@@ -55,10 +81,20 @@ class Tables(NamedTuple):
     device: Ints
     capacity_bytes: Floats
     """Of each group, on the device that has the least."""
+    group_key: Ints
+    """[group]: two random numbers."""
+
+
+LOOK_COLUMNS = 14
+FORWARD_S, BACKWARD_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(7)
+PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS = range(7, LOOK_COLUMNS)
+"""Columns of a look: seconds of its passes; bytes that it allocates whatever is in flight, of activations and of logits for each
+micro-batch in flight, of the gradient of logits, and of context and communicators but the gradients'; parameters of a layer, of
+the embedding, of the head and of a tied copy there; layers that recompute selectively, and in full; its list of steps."""
 
 
 class Sizes(NamedTuple):
-    """Bytes of what is sent and exchanged in a plan's job and settings, and what its software stack does to them."""
+    """Bytes of what is sent, exchanged and kept in a plan's job and settings, and what its software stack does to them."""
 
     layers: int
     boundary_bytes: float
@@ -69,6 +105,11 @@ class Sizes(NamedTuple):
     layer_parameter_bytes: float
     embedding_parameter_bytes: float
     head_parameter_bytes: float
+    state_bytes: float
+    """Of the optimizer's state of one parameter."""
+    logits_scale: float
+    fragmentation: float
+    communicator_bytes: float
     start_s: float
     collective_scale: float
     per_bucket: int
@@ -80,11 +121,14 @@ class Sizes(NamedTuple):
     tied: bool
 
 
-RECORD, GROUP, PARTS, START, STOP, FROM, TO, PLACE = range(8)
-"""Columns of a lane: its record, group and list of parts (-1: the backward is not divided), its layers, its share of the
-sequences, and the place of its stage in the pipeline."""
+LANE_COLUMNS = 11
+LOOK, GROUP, PARTS, START, STOP, FROM, TO, PLACE, FLYING, SHARD, SHARED = range(LANE_COLUMNS)
+"""Columns of a lane: its look, group and list of parts (-1: the backward is not divided), its layers, its share of the sequences,
+the place of its stage in the pipeline, the micro-batches that it has in flight, where the layers are whose state it keeps, and
+whether it exchanges gradients."""
 
-FLAGGED_BYTES = 2.0
+DONE, MISSING, FULL = range(3)
+"""How an evaluation ends: with the seconds; without paths that were asked for; without room for transfers."""
 
 LEAST_SHARE = 0.03
 """The least share of a link's capacity at which a transfer is seen to use it."""
@@ -95,11 +139,14 @@ ATTEMPTS, MANY_EDGES = 3, 32
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
 
+compiled = njit(cache=True, error_model="numpy")
+"""Compiled on first use, and kept on disk. Divisions by zero are infinite here, as in numpy."""
+
 
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@compiled
 def _move(
     paths: Ints,
     first: Ints,
@@ -113,12 +160,14 @@ def _move(
     b: int,
     num_bytes: float,
 ) -> tuple[int, int]:
-    """Puts the bytes of one move on its links; the new count of touched links, and the path (-1: missing)."""
+    """Puts the bytes of one move on its links; the new count of touched links, and the path (0: it is missing)."""
+    # Its arrays one by one: a tuple that is passed on has all its arrays counted anew.
     path = paths[a, b]
     if path < 0:
         n = asked[0]
         if 2 * n + 2 < len(asked):
-            asked[2 * n + 1], asked[2 * n + 2], asked[0] = a, b, n + 1
+            asked[2 * n + 1], asked[2 * n + 2] = a, b
+        asked[0] = n + 1
         return count, 0
     for i in range(first[path], first[path + 1]):
         here = link[i]
@@ -129,30 +178,16 @@ def _move(
     return count, path
 
 
-@njit(cache=True)
+@compiled
 def _ring(
-    node_of: Ints,
-    nic_of: Ints,
-    paths: Ints,
-    first: Ints,
-    link: Ints,
-    weight: Floats,
-    latency: Floats,
-    step: Floats,
-    asked: Ints,
-    load: Floats,
-    touched: Ints,
-    count: int,
-    devices: Ints,
-    order: Ints,
-    n: int,
-    num_bytes: float,
+    world: World, load: Floats, touched: Ints, count: int, devices: Ints, order: Ints, n: int, num_bytes: float
 ) -> tuple[int, float, float]:
     """Puts a ring in which each byte goes round once on its links, as `sim.cost.collectives`.
 
     Links touched, latencies of its paths and of its steps. The first n devices are sorted here, and then stand node by node;
     `order` is room for as many.
     """
+    node_of, nic_of, _, paths, first, link, weight, latency, step, _, asked = world
     for i in range(1, n):
         moved, j = devices[i], i
         while j > 0 and devices[j - 1] > moved:
@@ -195,37 +230,22 @@ def _ring(
     return count, worst_latency_s, worst_step_s
 
 
-@njit(cache=True)
+@compiled
 def _message(
-    node_of: Ints,
-    nic_of: Ints,
-    paths: Ints,
-    first: Ints,
-    link: Ints,
-    weight: Floats,
-    latency: Floats,
-    step: Floats,
-    asked: Ints,
-    load: Floats,
-    touched: Ints,
-    one: Ints,
-    other: Ints,
-    room: Ints,
-    num_bytes: float,
-    start_s: float,
-    sequence_parallel: bool,
+    world: World, load: Floats, touched: Ints, one: Ints, other: Ints, room: Ints, start_s: float, sequence_parallel: bool
 ) -> tuple[int, float]:
-    """Puts a message between two groups on its links, as `sim.cost.collectives.between_lanes`; links touched, and latency.
+    """Puts a message of one byte between two groups on its links, as `sim.cost.collectives.between_lanes`.
 
-    `room` is for three times as many devices as a group has.
+    Links touched, and latency. `room` is for three times as many devices as a group has.
     """
+    node_of, _, _, paths, first, link, weight, latency, step, _, asked = world
     count, latency_s, step_s = 0, 0.0, 0.0
     have, held = len(one), len(other)
     if sequence_parallel or (have == 1 and held == 1):
         of = have * held // math.gcd(have, held)
         for k in range(of):
             a, b = one[k * have // of], other[k * held // of]
-            count, path = _move(paths, first, link, weight, asked, load, touched, count, a, b, num_bytes / of)
+            count, path = _move(paths, first, link, weight, asked, load, touched, count, a, b, 1 / of)
             latency_s, step_s = max(latency_s, latency[path]), max(step_s, step[path])
         return count, start_s + latency_s + step_s
     gather_s = 0.0
@@ -254,60 +274,29 @@ def _message(
         pieces = here * there // math.gcd(here, there)
         for k in range(pieces):
             a, b = having[k % here], group[k % there]
-            count, path = _move(paths, first, link, weight, asked, load, touched, count, a, b, num_bytes / pieces)
+            count, path = _move(paths, first, link, weight, asked, load, touched, count, a, b, 1 / pieces)
             latency_s, step_s = max(latency_s, latency[path]), max(step_s, step[path])
         if there > 1:
-            count, hop_s, more_s = _ring(
-                node_of,
-                nic_of,
-                paths,
-                first,
-                link,
-                weight,
-                latency,
-                step,
-                asked,
-                load,
-                touched,
-                count,
-                group,
-                order,
-                there,
-                num_bytes,
-            )
+            count, hop_s, more_s = _ring(world, load, touched, count, group, order, there, 1.0)
             gather_s = max(gather_s, start_s + hop_s + more_s)
     return count, start_s + latency_s + step_s + gather_s
 
 
-@njit(cache=True)
+@compiled
 def _across(
-    node_of: Ints,
-    nic_of: Ints,
-    paths: Ints,
-    first: Ints,
-    link: Ints,
-    weight: Floats,
-    latency: Floats,
-    step: Floats,
-    asked: Ints,
-    group_first: Ints,
-    device: Ints,
-    load: Floats,
-    touched: Ints,
-    groups: Ints,
-    members: Ints,
-    order: Ints,
-    n: int,
+    world: World, group_first: Ints, device: Ints, load: Floats, touched: Ints, groups: Ints, members: Ints, order: Ints, n: int
 ) -> tuple[int, float, float]:
     """Puts one byte, scattered or gathered over groups of any degrees, on its links; as `sim.cost.collectives.across_lanes`.
 
-    Links touched; latency in the protocol of low latency, and in that of full bandwidth. `members` and `order` are room for as
-    many devices as groups.
+    Links touched; latency in the protocol of low latency, infinite where a device lacks it, and in that of full bandwidth.
+    `members` and `order` are room for as many devices as groups.
     """
-    of = 1
+    of, flags = 1, True
     for i in range(n):
-        degree = group_first[groups[i] + 1] - group_first[groups[i]]
-        of = of * degree // math.gcd(of, degree)
+        begin, end = group_first[groups[i]], group_first[groups[i] + 1]
+        of = of * (end - begin) // math.gcd(of, end - begin)
+        for k in range(begin, end):
+            flags = flags and world.flags[device[k]]
     count, low_s, full_s, at = 0, 0.0, 0.0, 0
     while at < of:
         stop = of
@@ -317,93 +306,108 @@ def _across(
             members[i] = device[begin + at * degree // of]
             piece = of // degree
             stop = min(stop, (at // piece + 1) * piece)
-        count, latency_s, step_s = _ring(
-            node_of,
-            nic_of,
-            paths,
-            first,
-            link,
-            weight,
-            latency,
-            step,
-            asked,
-            load,
-            touched,
-            count,
-            members,
-            order,
-            n,
-            (stop - at) / of,
-        )
+        count, latency_s, step_s = _ring(world, load, touched, count, members, order, n, (stop - at) / of)
         low_s, full_s = max(low_s, latency_s), max(full_s, latency_s + step_s)
         at = stop
-    return count, low_s, full_s
+    return count, low_s if flags else np.inf, full_s
 
 
-@njit(cache=True)
+@compiled
 def _exchange_s(
-    start_s: float, collective_scale: float, num_bytes: float, byte_s: float, low_s: float, full_s: float, flags: bool
+    start_s: float, collective_scale: float, num_bytes: float, byte_s: float, low_s: float, full_s: float
 ) -> tuple[float, float]:
     """Seconds on the wire, and of latency, of an exchange, as `sim.cost.traffic.exchange`, by the protocol that is faster."""
     wire_s, latency_s = num_bytes * byte_s, start_s + full_s
-    if flags and start_s + low_s + FLAGGED_BYTES * wire_s < latency_s + wire_s:
+    if start_s + low_s + FLAGGED_BYTES * wire_s < latency_s + wire_s:
         wire_s, latency_s = FLAGGED_BYTES * wire_s, start_s + low_s
     return wire_s / collective_scale, latency_s
+
+
+# --- Transfers that are known ----------------------------------------------------------------------------------------
+
+
+@compiled
+def _place_of(place: Ints, key: Ints, one: int, other: int) -> int:
+    """Where the row of a transfer is noted, or where it is to be."""
+    mixed = one * 6364136223846793005 ^ other * 1442695040888963407
+    at = (mixed ^ (mixed >> 32)) & (len(place) - 1)
+    while place[at] >= 0 and not (key[place[at], 0] == one and key[place[at], 1] == other):
+        at = (at + 1) & (len(place) - 1)
+    return at
+
+
+@compiled
+def _keep(
+    transfers: Transfers,
+    at: int,
+    one: int,
+    other: int,
+    capacity: Floats,
+    load: Floats,
+    touched: Ints,
+    count: int,
+    low_s: float,
+    full_s: float,
+    missing: bool,
+) -> int:
+    """Takes a transfer of one byte off its links, and notes it with what it uses of them.
+
+    Its row; -1 where there is no room or something is `missing`, and then nothing is noted.
+    """
+    place, key, seconds, first, link, share, used = transfers
+    row, byte_s = int(used[0]), 0.0
+    for i in range(count):
+        byte_s = max(byte_s, load[touched[i]] / capacity[touched[i]])
+    noted = not missing and row < len(key) and first[row] + count <= len(link)
+    end = first[row] if noted else 0
+    for i in range(count):
+        here = touched[i]
+        part = load[here] / capacity[here] / byte_s
+        load[here] = 0.0
+        if noted and part > LEAST_SHARE:
+            link[end], share[end] = here, part
+            end += 1
+    if not noted:
+        return -1
+    place[at], key[row, 0], key[row, 1] = row, one, other
+    seconds[row, 0], seconds[row, 1], seconds[row, 2] = byte_s, low_s, full_s
+    first[row + 1], used[0] = end, row + 1
+    return row
 
 
 # --- What is on the links --------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
-def _unloaded(
-    capacity: Floats, load: Floats, touched: Ints, count: int, use_at: Ints, use_link: Ints, use_share: Floats, number: int
-) -> tuple[float, Ints, Floats]:
-    """Takes a transfer off its links, and notes it as the one of this number: for each link, the share of its capacity.
-
-    Seconds on the link that takes longest, and the notes, which may have moved for want of room.
-    """
-    longest_s = 0.0
-    for i in range(count):
-        longest_s = max(longest_s, load[touched[i]] / capacity[touched[i]])
-    at = use_at[number]
-    if at + count > len(use_link):
-        more = max(len(use_link), count)
-        use_link = np.concatenate((use_link, np.empty(more, np.int64)))
-        use_share = np.concatenate((use_share, np.empty(more)))
-    for i in range(count):
-        here = touched[i]
-        share = load[here] / capacity[here] / longest_s
-        load[here] = 0.0
-        if share > LEAST_SHARE:
-            use_link[at], use_share[at] = here, share
-            at += 1
-    use_at[number + 1] = at
-    return longest_s, use_link, use_share
-
-
-@njit(cache=True)
-def _by_link(links: int, count: int, use_at: Ints, use_link: Ints, use_share: Floats) -> tuple[Ints, Ints, Floats]:
-    """The notes of `count` transfers, turned round: of each link that they could fill together, who uses it and how much."""
+@compiled
+def _by_link(links: int, rows: Ints, first: Ints, link: Ints, part: Floats) -> tuple[Ints, Ints, Floats]:
+    """Some transfers, given by their rows (or -1), turned round: of each link that they could fill together, who uses it, and its
+    share."""
     total, users = np.zeros(links), np.zeros(links + 1, np.int64)
-    for i in range(use_at[count]):
-        total[use_link[i]] += use_share[i]
-        users[use_link[i] + 1] += 1
+    for row in rows:
+        if row < 0:
+            continue
+        for i in range(first[row], first[row + 1]):
+            total[link[i]] += part[i]
+            users[link[i] + 1] += 1
     for k in range(links):
         if users[k + 1] < 2 or total[k] <= 1 + 1e-12:
             users[k + 1] = 0
         users[k + 1] += users[k]
     who, share = np.empty(users[links], np.int64), np.empty(users[links])
     placed = users[:links].copy()
-    for number in range(count):
-        for i in range(use_at[number], use_at[number + 1]):
-            here = use_link[i]
+    for number in range(len(rows)):
+        row = rows[number]
+        if row < 0:
+            continue
+        for i in range(first[row], first[row + 1]):
+            here = link[i]
             if placed[here] < users[here + 1]:
-                who[placed[here]], share[placed[here]] = number, use_share[i]
+                who[placed[here]], share[placed[here]] = number, part[i]
                 placed[here] += 1
     return users, who, share
 
 
-@njit(cache=True)
+@compiled
 def _level(shares: Floats, inside: Bools, count: int) -> float:
     """The share of a full link that none of those inside exceeds, where each takes what it can: max-min fairness."""
     left, rising = 1.0, 0
@@ -426,9 +430,9 @@ def _level(shares: Floats, inside: Bools, count: int) -> float:
 # --- The pipelines ---------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@compiled
 def _course(
-    record_of: Floats,
+    look: Floats,
     part_first: Ints,
     part_s: Floats,
     eagerness: int,
@@ -465,8 +469,8 @@ def _course(
             ahead, behind = forwards[here], backwards[here]
             if behind == micro_batches:
                 continue
-            record, parts = lanes[lane, RECORD], lanes[lane, PARTS]
-            forward_s, backward_s = record_of[record, 0], record_of[record, 1]
+            looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
+            forward_s, backward_s = look[looks, FORWARD_S], look[looks, BACKWARD_S]
             warm_up = eagerness * (depth - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
             time = now[here]
             while behind < micro_batches:
@@ -518,7 +522,7 @@ def _course(
         back_end[lane] = now[lane - begin]
 
 
-@njit(cache=True)
+@compiled
 def _first_after(sent_s: Floats, start: int, stop: int, moment_s: float) -> int:
     """The first of some messages that is sent after a moment."""
     while start < stop:
@@ -530,7 +534,7 @@ def _first_after(sent_s: Floats, start: int, stop: int, moment_s: float) -> int:
     return start
 
 
-@njit(cache=True)
+@compiled
 def _meet(
     pipelines: Ints,
     edge_first: Ints,
@@ -637,7 +641,7 @@ def _meet(
 # --- Exchanges -------------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@compiled
 def _follow(
     items: int,
     seconds: Floats,
@@ -753,7 +757,7 @@ def _follow(
                 ready_s[following] = max(ready_s[following], free[lane])
 
 
-@njit(cache=True)
+@compiled
 def _overlap(items: int, segment: Ints, one: int, other: int, buckets_at: Ints, bucket_from: Floats, bucket_to: Floats) -> bool:
     """Whether exchanges of two segments are on their links together at any time."""
     for i in range(items):
@@ -773,103 +777,144 @@ def _overlap(items: int, segment: Ints, one: int, other: int, buckets_at: Ints, 
 # --- A plan ----------------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
-def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes: Ints, busy_s: Floats) -> tuple[float, bool]:
-    """Seconds of an iteration, infinite where a lane does not fit, and whether paths are missing; fills lanes' busy seconds.
+@compiled
+def _fit(
+    tables: Tables, sizes: Sizes, lanes: Ints, shards: Floats, embeddings: int, heads: int, num_bytes: Floats, step_s: Floats
+) -> bool:
+    """Whether all lanes fit; fills in their bytes at the peak, summed as in `sim.cost.memory`, and seconds of their steps."""
+    look, step, step_first, capacity_bytes = tables.look, tables.step, tables.step_first, tables.capacity_bytes
+    for lane in range(len(lanes)):
+        at, flying = lanes[lane, LOOK], lanes[lane, FLYING]
+        ends = look[at, EMBEDDING] / embeddings + look[at, HEAD] / heads + look[at, COPY] / embeddings
+        parameters = shards[lanes[lane, SHARD]] * look[at, PER_LAYER] + ends
+        allocated = (
+            look[at, FIXED]
+            + np.rint(flying * look[at, KEPT])
+            + np.rint(sizes.logits_scale * (flying * look[at, LOGITS] + look[at, LOGITS_GRADIENT]))
+            + np.rint(parameters * sizes.state_bytes)
+        )
+        context = look[at, CONTEXT] + lanes[lane, SHARED] * sizes.communicator_bytes
+        num_bytes[lane] = allocated + np.rint(sizes.fragmentation * allocated) + context
+        if num_bytes[lane] > capacity_bytes[lanes[lane, GROUP]]:
+            return False
+        steps = int(look[at, STEPS])
+        step_s[lane] = 0.0
+        for k in range(step_first[steps], step_first[steps + 1]):
+            step_s[lane] = max(step_s[lane], step[k, 0] + step[k, 1] * parameters)
+    return True
 
-    `pipelines` has a row for each: the lane after its last, its depth, its micro-batches. Lanes stand in layer order.
+
+@compiled
+def _messages(
+    world: World,
+    transfers: Transfers,
+    tables: Tables,
+    sizes: Sizes,
+    pipelines: Ints,
+    lanes: Ints,
+    load: Floats,
+    touched: Ints,
+    edge_first: Ints,
+    entering_first: Ints,
+    edge_to: Ints,
+    flow_at: Ints,
+    row_of: Ints,
+    wire_s: Floats,
+    latency_s: Floats,
+) -> tuple[int, bool]:
+    """Fills in the messages, forth and back, of each edge: of two lanes of neighbouring stages with sequences in common.
+
+    How many edges there are, and whether there was no room for a transfer.
     """
-    count = len(lanes)
-    # Taken out of their tuples once: a tuple that is passed on has all its arrays counted anew.
-    node_of, nic_of, has_flags, paths, first, link, weight, latency, step, capacity, asked = world
-    record_of, part_first, part_s, group_first, device, capacity_bytes = tables
-    start_s, collective_scale = sizes.start_s, sizes.collective_scale
-    for lane in range(count):
-        if record_of[lanes[lane, RECORD], 3] > capacity_bytes[lanes[lane, GROUP]]:
-            return np.inf, False
-    links = len(capacity)
-    load, touched = np.zeros(links), np.empty(links, np.int64)
-
-    # Messages: an edge for each two lanes of neighbouring stages that have sequences in common.
-    edge_first, entering_first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
-    wire_s, latency_s = np.zeros((2, 2 * count)), np.zeros((2, 2 * count))
-    edge_to = np.empty(2 * count, np.int64)
-    flow_at = np.zeros(2 * count + 1, np.int64)
-    use_at, use_link, use_share = np.zeros(4 * count + 1, np.int64), np.empty(32 * count, np.int64), np.empty(32 * count)
-    widest = 1
-    for lane in range(count):
+    place, key, seconds = transfers.place, transfers.key, transfers.seconds
+    group_first, device, asked, capacity = tables.group_first, tables.device, world.asked, world.capacity
+    widest, full = 1, False
+    for lane in range(len(lanes)):
         widest = max(widest, group_first[lanes[lane, GROUP] + 1] - group_first[lanes[lane, GROUP]])
     room = np.empty(3 * widest, np.int64)
-    last = np.zeros(count, np.bool_)
     begin, edges = 0, 0
     for p in range(len(pipelines)):
         for a in range(begin, pipelines[p, 0]):
-            last[a] = lanes[a, PLACE] == pipelines[p, 1] - 1
-            one = device[group_first[lanes[a, GROUP]] : group_first[lanes[a, GROUP] + 1]]
             for b in range(a + 1, pipelines[p, 0]):
                 if lanes[b, PLACE] > lanes[a, PLACE] + 1:
                     break
                 common = min(lanes[a, TO], lanes[b, TO]) - max(lanes[a, FROM], lanes[b, FROM])
                 if lanes[b, PLACE] == lanes[a, PLACE] or common <= 0:
                     continue
-                other = device[group_first[lanes[b, GROUP]] : group_first[lanes[b, GROUP] + 1]]
                 for way in range(2):
-                    used, latency_s[way, edges] = _message(
-                        node_of,
-                        nic_of,
-                        paths,
-                        first,
-                        link,
-                        weight,
-                        latency,
-                        step,
-                        asked,
-                        load,
-                        touched,
-                        one if way == 0 else other,
-                        other if way == 0 else one,
-                        room,
-                        common * sizes.boundary_bytes,
-                        start_s,
-                        sizes.sequence_parallel,
-                    )
-                    wire_s[way, edges], use_link, use_share = _unloaded(
-                        capacity, load, touched, used, use_at, use_link, use_share, 2 * edges + way
-                    )
+                    one, other = lanes[a if way == 0 else b, GROUP], lanes[b if way == 0 else a, GROUP]
+                    named = -1 - other if sizes.sequence_parallel else other
+                    at = _place_of(place, key, one, named)
+                    row = place[at]
+                    if row < 0:
+                        before = asked[0]
+                        count, late_s = _message(
+                            world,
+                            load,
+                            touched,
+                            device[group_first[one] : group_first[one + 1]],
+                            device[group_first[other] : group_first[other + 1]],
+                            room,
+                            sizes.start_s,
+                            sizes.sequence_parallel,
+                        )
+                        missing = asked[0] > before
+                        row = _keep(transfers, at, one, named, capacity, load, touched, count, late_s, late_s, missing)
+                        full = full or (row < 0 and not missing)
+                    row_of[2 * edges + way] = row
+                    if row >= 0:
+                        wire_s[way, edges] = common * sizes.boundary_bytes * seconds[row, 0]
+                        latency_s[way, edges] = seconds[row, 2]
                 edge_to[edges] = b
                 entering_first[b + 1] += 1
                 flow_at[edges + 1] = flow_at[edges] + pipelines[p, 2]
                 edges += 1
             edge_first[a + 1] = edges
         begin = pipelines[p, 0]
-    for lane in range(count):
+    for lane in range(len(lanes)):
         entering_first[lane + 1] += entering_first[lane]
-    entering, placed = np.empty(edges, np.int64), entering_first[:count].copy()
-    for e in range(edges):
-        entering[placed[edge_to[e]]] = e
-        placed[edge_to[e]] += 1
-    flow_at = flow_at[: edges + 1]
-    users, who, share = _by_link(links, 2 * edges, use_at, use_link, use_share)
+    return edges, full
 
-    # Segments: layers that the same lanes hold, and their exchanges of one byte. The last two are the embedding and the head.
-    n = sizes.layers
-    cut = np.zeros(n + 1, np.bool_)
-    for lane in range(count):
-        cut[lanes[lane, START]] = cut[lanes[lane, STOP]] = True
-    bounds = np.flatnonzero(cut)
-    segments = len(bounds) - 1
-    members, held_by = np.empty((segments + 2, count), np.int64), np.zeros(segments + 2, np.int64)
-    byte_s, low_s, full_s = np.zeros(segments + 2), np.zeros(segments + 2), np.zeros(segments + 2)
-    flags = np.zeros(segments + 2, np.bool_)
-    on_at, on_link, on_share = np.zeros(segments + 3, np.int64), np.empty(4 * count, np.int64), np.empty(4 * count)
+
+@compiled
+def _exchanges(
+    world: World,
+    transfers: Transfers,
+    tables: Tables,
+    sizes: Sizes,
+    pipelines: Ints,
+    lanes: Ints,
+    load: Floats,
+    touched: Ints,
+    bounds: Ints,
+    segments: int,
+    members: Ints,
+    held_by: Ints,
+    row_of: Ints,
+) -> bool:
+    """Fills in who holds each segment, and the exchange of one byte among them; the last two are the embedding and the head.
+
+    Whether there was no room for a transfer. Members stand in the order of their devices, so that rings hardly need sorting.
+    """
+    place, key, asked = transfers.place, transfers.key, world.asked
+    group_first, device, group_key = tables.group_first, tables.device, tables.group_key
+    count, found, full = len(lanes), 0, False
+    at_device, around, last = np.full(len(world.node), -1, np.int64), np.empty(count, np.int64), np.zeros(count, np.bool_)
+    begin = 0
+    for p in range(len(pipelines)):
+        for lane in range(begin, pipelines[p, 0]):
+            at_device[device[group_first[lanes[lane, GROUP]]]] = lane
+            last[lane] = lanes[lane, PLACE] == pipelines[p, 1] - 1
+        begin = pipelines[p, 0]
+    for number in range(len(at_device)):
+        if at_device[number] >= 0:
+            around[found] = at_device[number]
+            found += 1
     groups, member, order = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
-    # Lanes in the order of their devices, so that rings hardly need sorting.
-    leaders = np.empty(count, np.int64)
-    for lane in range(count):
-        leaders[lane] = device[group_first[lanes[lane, GROUP]]]
-    around = np.argsort(leaders)
     for s in range(segments + 2):
-        for lane in around:
+        held, one, other = 0, 0, 0
+        for i in range(count):
+            lane = around[i]
             if s < segments:
                 inside = lanes[lane, START] <= bounds[s] and bounds[s + 1] <= lanes[lane, STOP]
             elif s == segments:
@@ -877,40 +922,107 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
             else:
                 inside = last[lane]
             if inside:
-                groups[held_by[s]] = lanes[lane, GROUP]
-                members[s, held_by[s]] = lane
-                held_by[s] += 1
-        on_at[s + 1] = on_at[s]
-        if held_by[s] < 2:
+                group = lanes[lane, GROUP]
+                groups[held], members[s, held] = group, lane
+                one, other = one + group_key[group, 0], other + group_key[group, 1]
+                held += 1
+        held_by[s], row_of[s] = held, -1
+        if held < 2:
             continue
-        used, low_s[s], full_s[s] = _across(
-            node_of,
-            nic_of,
-            paths,
-            first,
-            link,
-            weight,
-            latency,
-            step,
-            asked,
-            group_first,
-            device,
-            load,
-            touched,
-            groups,
-            member,
-            order,
-            held_by[s],
+        at = _place_of(place, key, one, other)
+        if place[at] < 0:
+            before = asked[0]
+            used, low_s, full_s = _across(world, group_first, device, load, touched, groups, member, order, held)
+            missing = asked[0] > before
+            row_of[s] = _keep(transfers, at, one, other, world.capacity, load, touched, used, low_s, full_s, missing)
+            full = full or (row_of[s] < 0 and not missing)
+        else:
+            row_of[s] = place[at]
+    return full
+
+
+@compiled
+def evaluate(
+    world: World,
+    transfers: Transfers,
+    tables: Tables,
+    sizes: Sizes,
+    pipelines: Ints,
+    lanes: Ints,
+    shards: Floats,
+    embeddings: int,
+    heads: int,
+    busy_s: Floats,
+    num_bytes: Floats,
+) -> tuple[float, int]:
+    """Seconds of an iteration, infinite where a lane does not fit, and how the evaluation ended.
+
+    Fills in lanes' busy seconds, and their bytes. `pipelines` has a row for each: the lane after its last, its depth, its
+    micro-batches. Lanes stand in layer order. `shards` are the layers whose state a lane keeps, by `SHARD`; the states of the
+    embedding and of the head are divided over so many.
+    """
+    count = len(lanes)
+    step_s = np.empty(count)
+    if not _fit(tables, sizes, lanes, shards, embeddings, heads, num_bytes, step_s):
+        return np.inf, DONE
+    # Taken out of their tuples once: a tuple that is passed on has all its arrays counted anew.
+    look, part_first, part_s, asked = tables.look, tables.part_first, tables.part_s, world.asked
+    row_seconds, row_first, row_link, row_share = transfers.seconds, transfers.first, transfers.link, transfers.share
+    start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
+    load, touched = np.zeros(links), np.empty(links, np.int64)
+
+    # Messages.
+    edge_first, entering_first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    wire_s, latency_s = np.zeros((2, 2 * count)), np.zeros((2, 2 * count))
+    edge_to, flow_at, row_of = np.empty(2 * count, np.int64), np.zeros(2 * count + 1, np.int64), np.empty(4 * count, np.int64)
+    edges, full = _messages(
+        world,
+        transfers,
+        tables,
+        sizes,
+        pipelines,
+        lanes,
+        load,
+        touched,
+        edge_first,
+        entering_first,
+        edge_to,
+        flow_at,
+        row_of,
+        wire_s,
+        latency_s,
+    )
+    flow_at = flow_at[: edges + 1]
+
+    # Segments: layers that the same lanes hold. The last two are the embedding and the head.
+    n = sizes.layers
+    cut = np.zeros(n + 1, np.bool_)
+    for lane in range(count):
+        cut[lanes[lane, START]] = cut[lanes[lane, STOP]] = True
+    bounds, segments = np.empty(n + 1, np.int64), -1
+    for layer in range(n + 1):
+        if cut[layer]:
+            segments += 1
+            bounds[segments] = layer
+    most = segments + 2
+    members, held_by, exchange_of = np.empty((most, count), np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    full = (
+        _exchanges(
+            world, transfers, tables, sizes, pipelines, lanes, load, touched, bounds, segments, members, held_by, exchange_of
         )
-        byte_s[s], on_link, on_share = _unloaded(capacity, load, touched, used, on_at, on_link, on_share, s)
-        flags[s] = True
-        for i in range(held_by[s]):
-            for k in range(group_first[groups[i]], group_first[groups[i] + 1]):
-                flags[s] = flags[s] and has_flags[device[k]]
+        or full
+    )
     if asked[0]:
-        return np.inf, True
+        return np.inf, MISSING
+    if full:
+        return np.inf, FULL
 
     # The pipelines: first with messages alone on their links, then with what they lose by meeting.
+    entering, placed = np.empty(edges, np.int64), entering_first[:count].copy()
+    for e in range(edges):
+        entering[placed[edge_to[e]]] = e
+        placed[edge_to[e]] += 1
+    users, who, share = _by_link(links, row_of[: 2 * edges], row_first, row_link, row_share)
     part_at = np.zeros(count + 1, np.int64)
     for lane in range(count):
         parts = lanes[lane, PARTS]
@@ -923,7 +1035,7 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
         begin = 0
         for p in range(len(pipelines)):
             _course(
-                record_of,
+                look,
                 part_first,
                 part_s,
                 sizes.warm_up,
@@ -950,19 +1062,18 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
             longer_s = wire_s * slowed
 
     # Exchanges: the reductions, last layers first; then, after the optimizer's step, the gathers, first layers first.
-    free, step_s = np.zeros(count), np.empty(count)
+    free = np.zeros(count)
     begin = 0
     for p in range(len(pipelines)):
         for lane in range(begin, pipelines[p, 0]):
-            record, parts = lanes[lane, RECORD], lanes[lane, PARTS]
-            step_s[lane] = record_of[record, 2]
-            busy_s[lane] = pipelines[p, 2] * (record_of[record, 0] + record_of[record, 1]) + step_s[lane]
+            at, parts = lanes[lane, LOOK], lanes[lane, PARTS]
+            busy_s[lane] = pipelines[p, 2] * (look[at, FORWARD_S] + look[at, BACKWARD_S]) + step_s[lane]
             if parts >= 0:
-                busy_s[lane] -= record_of[record, 1]
+                busy_s[lane] -= look[at, BACKWARD_S]
                 for k in range(part_first[parts], part_first[parts + 1]):
                     busy_s[lane] += part_s[k]
         begin = pipelines[p, 0]
-    turns, most = 2 if sizes.gathers else 1, segments + 2
+    turns = 2 if sizes.gathers else 1
     items, gathers_from, total = 0, 0, 0
     segment, seconds = np.empty(2 * most, np.int64), np.zeros(2 * most)
     ready_s, least_end_s, wires_s = np.zeros(2 * most), np.zeros(2 * most), np.zeros(2 * most)
@@ -974,7 +1085,8 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
             # Head, segments from the last, embedding; the reverse to gather.
             at = position if turn == 0 else most - 1 - position
             s = segments + 1 if at == 0 else segments if at == segments + 1 else segments - at
-            if held_by[s] < 2:
+            row = exchange_of[s]
+            if row < 0:
                 continue
             if s < segments:
                 start, stop = bounds[s], bounds[s + 1]
@@ -991,9 +1103,8 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
             segment[items] = s
             for bucket in range(buckets):
                 size = min(each, stop - start - (bucket if turn == 0 else buckets - 1 - bucket) * each)
-                on_wire_s, late_s = _exchange_s(
-                    start_s, collective_scale, size * unit_bytes, byte_s[s], low_s[s], full_s[s], flags[s]
-                )
+                byte_s, low_s, full_s = row_seconds[row, 0], row_seconds[row, 1], row_seconds[row, 2]
+                on_wire_s, late_s = _exchange_s(start_s, collective_scale, size * unit_bytes, byte_s, low_s, full_s)
                 begins, joined = 0.0, 0.0
                 for i in range(held_by[s]):
                     lane = members[s, i]
@@ -1024,7 +1135,7 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
                 free[lane] = max(free[lane], back_end[lane]) + step_s[lane]
 
     # Where exchanges of different layers meet, their rates are followed.
-    users, who, share = _by_link(links, most, on_at, on_link, on_share)
+    users, who, share = _by_link(links, exchange_of, row_first, row_link, row_share)
     met = False
     asked_for = np.zeros((most, most), np.bool_)
     for k in range(links):
@@ -1035,14 +1146,17 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
                     met = _overlap(items, segment, who[i], who[j], buckets_at, bucket_from, bucket_to)
     if met:
         # What an item puts on a link, latencies included.
-        item_at, item_link = np.zeros(items + 1, np.int64), np.empty(2 * len(on_link), np.int64)
-        item_share = np.empty(2 * len(on_link))
+        used = 0
+        for i in range(items):
+            used += row_first[exchange_of[segment[i]] + 1] - row_first[exchange_of[segment[i]]]
+        item_at, item_link, item_share = np.zeros(items + 1, np.int64), np.empty(used, np.int64), np.empty(used)
         for i in range(items):
             item_at[i + 1] = item_at[i]
-            for k in range(on_at[segment[i]], on_at[segment[i] + 1]):
-                if users[on_link[k]] < users[on_link[k] + 1]:
-                    item_link[item_at[i + 1]] = on_link[k]
-                    item_share[item_at[i + 1]] = on_share[k] * wires_s[i] / max(seconds[i], 1e-300)
+            row = exchange_of[segment[i]]
+            for k in range(row_first[row], row_first[row + 1]):
+                if users[row_link[k]] < users[row_link[k] + 1]:
+                    item_link[item_at[i + 1]] = row_link[k]
+                    item_share[item_at[i + 1]] = row_share[k] * wires_s[i] / max(seconds[i], 1e-300)
                     item_at[i + 1] += 1
         free[:] = 0.0
         _follow(
@@ -1065,4 +1179,4 @@ def evaluate(world: World, tables: Tables, sizes: Sizes, pipelines: Ints, lanes:
     end_s = 0.0
     for lane in range(count):
         end_s = max(end_s, free[lane], back_end[lane] + step_s[lane])
-    return end_s, False
+    return end_s, DONE

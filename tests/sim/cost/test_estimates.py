@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from sim.cost.estimate import Estimate, estimation
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
+from sim.cost.network import Network
 from sim.engine import simulate
-from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
+from sim.spec.cluster import BandwidthMatrix, Cluster, Fabric, Intra, LinkOverride, Nic, Node, WideAreaLink
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
@@ -150,6 +152,53 @@ def test_what_is_kept_from_one_plan_to_the_next_changes_nothing() -> None:
         assert isinstance(verdict, Cost) == fit
         if isinstance(verdict, Cost):
             assert verdict.peak_bytes == peak_bytes(plan, cluster)
+
+
+def test_what_is_forgotten_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, model = mixed_cluster(), transformer("gpt3-1.3b")
+    plans = list(drawn_plans(cluster, model, 20))
+    expected = Estimates(cluster, plans[0].job()).many(plans)
+    least = {"FEWEST_TRANSFERS": 2, "MOST_TRANSFERS": 4, "MOST_PIPELINES": 1, "MOST_ALONES": 1, "ASKED_AT_ONCE": 3}
+    for name, most in least.items():
+        monkeypatch.setattr(f"sim.cost.estimates.{name}", most)
+    assert Estimates(cluster, plans[0].job()).many(plans).tolist() == expected.tolist()
+
+
+def test_devices_of_other_speed_and_links_that_were_measured_are_known() -> None:
+    cluster = server_cluster(2)
+    chosen = symmetric_plan(cluster, transformer("gpt3-1.3b"), 8, 2, 40, zero_stage=1)
+    plain_s = Estimates(cluster, chosen.job()).iteration_s(chosen)
+    slow = replace(cluster, device_speeds=(("n1/3", 0.5),))
+    measured = replace(cluster, link_overrides=(LinkOverride("n1/5>nvlink", bandwidth_bytes_per_s=2e9),))
+    for changed in (slow, measured):
+        found_s = Estimates(changed, chosen.job()).iteration_s(chosen)
+        assert found_s > 1.05 * plain_s
+        assert found_s == pytest.approx(simulate(chosen, changed).iteration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("measured", ["not", "by nodes", "by devices"])
+def test_paths_that_are_filled_in_together_are_those_of_the_network(measured: str) -> None:
+    ethernet, card = Nic("ethernet", 1.25e9, count=2), Nic("infiniband", 25e9, ethernet_bytes_per_s=3e9)
+    served = Node("far", gpu_kind("RTX4090"), 8, Intra("pcie4", 24e9, latency_s=1e-6), ethernet, rack="r1", site="oslo")
+    nodes = (replace(mixed_cluster().nodes[0], site="paris", nic=card), replace(mixed_cluster().nodes[1], site="paris"), served)
+    cluster = Cluster("far", nodes, Fabric(latency_s=50e-6, oversubscription=2.0), (WideAreaLink(("paris", "oslo"), 1e9, 1e-3),))
+    names = [node.name for node in nodes] if measured == "by nodes" else [device.name for device in cluster.devices]
+    if measured != "not":
+        rates = tuple(tuple(math.inf if a == b else 1e8 * (3 * a + b + 1) for b in range(len(names))) for a in range(len(names)))
+        cluster = replace(cluster, bandwidth_matrix=BandwidthMatrix(tuple(names), rates))
+    estimates = Estimates(cluster, symmetric_plan(server_cluster(1), transformer("gpt3-1.3b"), 8, 1, 8).job())
+    paths, network = estimates._paths, Network(cluster)
+    for (one, a), (other, b) in permutations(paths.numbers.items(), 2):
+        paths.world().asked[:3] = 1, a, b
+        paths.fill()
+        world, expected = paths.world(), network.path(one, other)
+        path = world.path[a, b]
+        crossed = slice(world.first[path], world.first[path + 1])
+        names_crossed = [estimates.network.links[link].name for link in world.link[crossed]]
+        assert names_crossed == [network.links[link].name for link, _ in expected.links]
+        assert world.weight[crossed].tolist() == [weight for _, weight in expected.links]
+        assert world.latency_s[path] == pytest.approx(expected.latency_s, rel=1e-12)
+        assert world.step_s[path] == pytest.approx(expected.step_s, rel=1e-12)
 
 
 def test_contended_plans_come_nearly_in_the_order_of_the_simulation() -> None:
