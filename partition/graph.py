@@ -6,7 +6,9 @@ parts of about equal weight such that the edges between parts carry as little as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import repeat
 
 import pymetis
 
@@ -19,6 +21,9 @@ EDGE_LEVELS = 10_000
 VERTEX_LEVELS = 1000
 """So do the vertices' weights."""
 
+MOST_BEGINS = 8
+"""So many nodes are tried as the first of a path."""
+
 DENSE = 96
 """Devices up to which every pair has an edge; beyond, those of different nodes are joined through their nodes' first ones."""
 
@@ -29,11 +34,21 @@ class DeviceGraph:
     def __init__(self, network: Network, nodes: Sequence[Node]) -> None:
         self._network = network
         self.devices = [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)]
-        self._known: dict[tuple[str, str], float] = {}
+        self._node = {f"{node.name}/{index}": node.name for node in nodes for index in range(node.gpus)}
+        cluster = network.cluster
+        self._sort: dict[str, object] = dict(zip(self.devices, self.devices, strict=True))
+        """What decides a device's rates to those of other nodes: with no figures of single devices or links, its kind of node."""
+        if cluster.bandwidth_matrix is None and not cluster.link_overrides:
+            sorts = {node: number for number, node in enumerate({replace(node, name=""): None for node in nodes})}
+            self._sort = {
+                f"{node.name}/{index}": (sorts[replace(node, name="")], index) for node in nodes for index in range(node.gpus)
+            }
+        self._known: dict[object, float] = {}
 
     def bandwidth_bytes_per_s(self, a: str, b: str) -> float:
         """What a transfer between two devices gets on links of its own: the slower of both directions."""
-        found = self._known.get((a, b))
+        key = self._sort[a], self._sort[b], self._node[a] == self._node[b]
+        found = self._known.get(key)
         if found is None:
             links = self._network.links
             found = min(
@@ -41,7 +56,7 @@ class DeviceGraph:
                 for path in (self._network.path(a, b), self._network.path(b, a))
                 for link, weight in path.links
             )
-            self._known[a, b] = self._known[b, a] = found
+            self._known[key] = found
         return found
 
     def between_nodes_bytes_per_s(self, a: str, b: str) -> float:
@@ -57,16 +72,14 @@ class DeviceGraph:
             return [list(devices)]
         if parts >= len(devices):
             return [[device] for device in devices]
-        dense = len(devices) <= DENSE
-        starts, neighbours, rates = [0], [], []
-        for a in devices:
-            for b in devices:
-                if a == b or not (dense or _joined(a, b)):
-                    continue
-                neighbours.append(b)
-                rates.append(self.bandwidth_bytes_per_s(a, b))
-            starts.append(len(neighbours))
         at = {device: i for i, device in enumerate(devices)}
+        starts, neighbours, rates = [0], [], []
+        for a, joined in zip(devices, self._joined(devices), strict=True):
+            for b in joined:
+                if a != b:
+                    neighbours.append(b)
+                    rates.append(self.bandwidth_bytes_per_s(a, b))
+            starts.append(len(neighbours))
         fastest, heaviest = max(rates, default=1.0), max(weights)
         _, member = pymetis.part_graph(
             parts,
@@ -80,6 +93,20 @@ class DeviceGraph:
         for device, part in zip(devices, member, strict=True):
             found[part].append(device)
         return [part for part in found if part]
+
+    def _joined(self, devices: Sequence[str]) -> Iterator[Sequence[str]]:
+        """For each device those that it has an edge with, itself among them, in the order of the devices."""
+        if len(devices) <= DENSE:
+            yield from repeat(devices, len(devices))
+            return
+        by_node: dict[str, list[str]] = {}
+        for name in devices:
+            by_node.setdefault(self._node[name], []).append(name)
+        firsts = [name for name in devices if name.endswith("/0")]
+        at = {device: i for i, device in enumerate(devices)}
+        for name in devices:
+            own = by_node[self._node[name]]
+            yield sorted({*own, *firsts}, key=at.__getitem__) if name.endswith("/0") else own
 
     def tensor_groups(self, devices: Sequence[str], degree: int, seed: int) -> list[tuple[str, ...]]:
         """A node's devices in groups of `degree` with fast links inside; those that are left over are in no group.
@@ -102,7 +129,10 @@ class DeviceGraph:
         the one with the fastest bottleneck, then the fastest links together, is kept.
         """
         best: tuple[tuple[float, float, list[float]], list[str]] | None = None
-        for begin in sorted(nodes, key=lambda node: -weight[node])[:8]:
+        begins: dict[object, str] = {}  # of nodes that are alike one will do
+        for node in sorted(nodes, key=lambda node: -weight[node]):
+            begins.setdefault((self._sort[f"{node}/0"], weight[node]), node)
+        for begin in list(begins.values())[:MOST_BEGINS]:
             order, left = [begin], [node for node in nodes if node != begin]
             rates = []
             while left:
@@ -116,8 +146,3 @@ class DeviceGraph:
                 best = worth, order
         assert best is not None
         return best[1]
-
-
-def _joined(a: str, b: str) -> bool:
-    """Whether two devices of a large graph have an edge: those of one node, and the first ones of two."""
-    return a.rpartition("/")[0] == b.rpartition("/")[0] or (a.endswith("/0") and b.endswith("/0"))

@@ -17,9 +17,24 @@ _work: list[tuple[Callable[[Any], Any], Sequence[Any]]] = []
 """What the next children are forked for; they find it in their copy of the memory, so that it need not be pickled."""
 
 
+_alone: list[bool] = []
+"""Not empty in a process that is one of several which work side by side already."""
+
+
+def stay_alone() -> None:
+    """Nothing; from now on this process works by itself, because others of its kind have the other cores."""
+    _alone.append(True)
+
+
+def can_fork() -> bool:
+    """Whether this process may have others beside it."""
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    return forks and not _alone and not multiprocessing.current_process().daemon
+
+
 def cores() -> int:
     """How many processes work side by side here: one where the system cannot fork, and in a process that is one of several."""
-    if "fork" not in multiprocessing.get_all_start_methods() or multiprocessing.parent_process() is not None:
+    if not can_fork() or multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -18,6 +18,9 @@ from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import in_flight
 
+FEW, MANY = 2, 4
+"""Numbers of pipelines that are asked about. With more of them ZeRO's parts are smaller in proportion, the rest is the same."""
+
 
 @dataclass(frozen=True)
 class ModeBytes:
@@ -91,10 +94,18 @@ class Room:
     def stage(self, pipelines: int, degree: int, micro_batch: int, settings: Settings, first: bool, last: bool) -> StageBytes:
         """The bytes of a stage, of as many devices as `degree`, of one of some pipelines, at these ends of its pipeline."""
         only = first and last
+        if settings.zero_stage == 0:
+            pipelines = min(pipelines, FEW)  # nothing is divided over them
         key = (pipelines, degree, micro_batch, settings.zero_stage, settings.sequence_parallel, only)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._probed(pipelines, degree, micro_batch, settings, 1 if only else 3)
+            if pipelines <= MANY:
+                found = self._probed(pipelines, degree, micro_batch, settings, 1 if only else 3)
+            else:
+                ends = ((True, True),) if only else ((True, False), (False, False), (False, True))
+                few, many = ([self.stage(count, degree, micro_batch, settings, *end) for end in ends] for count in (FEW, MANY))
+                found = [_divided_further(one, other, pipelines) for one, other in zip(few, many, strict=True)]
+            self._known[key] = found
         return found[0 if first else -1 if last else 1]
 
     def _probed(self, pipelines: int, degree: int, micro_batch: int, settings: Settings, depth: int) -> list[StageBytes]:
@@ -154,6 +165,13 @@ class Room:
         # Under GPipe every micro-batch is in flight at once.
         plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
         return [parts.total for _, _, _, parts in islice(lane_parts(plan, self._cluster.stack), depth)]
+
+
+def _divided_further(few: StageBytes, many: StageBytes, pipelines: int) -> StageBytes:
+    """The bytes of a stage of one of some pipelines, from those of FEW and of MANY: what ZeRO divides goes with 1 / pipelines."""
+    way = (1 / FEW - 1 / pipelines) / (1 / FEW - 1 / MANY)
+    fixed, layer = few.fixed + (many.fixed - few.fixed) * way, few.layer + (many.layer - few.layer) * way
+    return replace(many, fixed=fixed, layer=layer)
 
 
 def _names() -> Iterator[str]:

@@ -10,11 +10,13 @@ by their speed. So the search is over layouts alone:
        of devices, node by node, group by group; for every degree.
     2  Annealing from the best of them: groups split, join, move, swap, turn, leave and come back; pipelines join, divide, are
        dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way to a better one.
-    3  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
+    3  The best of different shapes are ranked by their estimates, and tuned by them: layers move from stage to stage,
+       micro-batches from pipeline to pipeline.
     4  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
 
-The fast judge is the price of a draft (`partition.pricing`). Leaving slow GPUs out is a legal answer. Left out: groups that
-span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
+Annealing goes by the price of a draft (`partition.pricing`), a few closed forms. Estimates (`sim.cost.estimates`) are closer to
+the simulation; until they are compiled, once on a machine, prices take their place. Leaving slow GPUs out is a legal answer.
+Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, product
 from math import gcd
 from typing import TypeAlias
@@ -31,6 +34,7 @@ import numpy as np
 
 from partition.assembly import Assembly, Groups
 from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, stage, usable_nodes
+from partition.estimated import Preparation
 from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
 from partition.planners.flashflex import Climb
@@ -38,6 +42,7 @@ from partition.planners.megatron import grids
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
+from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
 from sim.spec.plan import Pipeline, Plan, Stage
@@ -57,14 +62,21 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-STARTED, RESETTLED, WALKED, TUNED = 0.15, 0.4, 0.5, 0.6
-"""The shares of the budget after which starts, other settings, annealing and tuning end; the rest is for the judge."""
+STARTED, PARTITIONED, RESETTLED, WALKED, TUNED = 0.12, 0.2, 0.3, 0.5, 0.75
+"""The shares of the budget after which starts, the graph partition, other settings, annealing and tuning end; the rest is for
+the judge."""
 
 PART_GPUS, FEWEST_PART_GPUS = 96, 32
 """Of a cluster with more GPUs than these, the search begins with an equal part of it, of at least so many."""
 
 SHARE_OF_PART = 0.3
 """The share of the budget that the search on such a part has."""
+
+FIRST_STARTS = 20
+"""So many starts are priced before the first of them is judged."""
+
+MOST_ESTIMATED = 48
+"""So many of the best layouts of different shapes are ranked by their estimates."""
 
 FINALISTS = 24
 
@@ -73,6 +85,9 @@ MOST_SEQUENCES = 16
 
 TUNINGS, POLISHED = 60, 200
 """The most improvements of a finalist by the fast judge, and the most changes of the best one that the judge is asked for."""
+
+TOGETHER = 4
+"""So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
 
 SCHEDULES = ("1f1b", "eager-1f1b")
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
@@ -86,6 +101,9 @@ class Layout:
     micro_batch: int
     settings: Settings
 
+
+Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[float, Draft, Settings]]]
+"""Layouts with their prices and drafts, and drafts with their prices and settings."""
 
 Pipes: TypeAlias = list[list[tuple[str, ...]]]
 """A layout's pipelines while a move changes them."""
@@ -115,10 +133,12 @@ class _Hunt:
         self.room = Room(search.cluster, search.job)
         self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
         self.node = {device.name: device.node.name for device in search.cluster.devices}
-        self.speed = {name: search.cluster.device(name).gpu.peak(self.job.precision) or 0.0 for name in self.graph.devices}
+        kinds = {name: search.cluster.device(name).gpu for name in self.graph.devices}
+        self.speed = {name: (kind.peak(self.job.precision) or 0.0) * kind.speed for name, kind in kinds.items()}
         self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
         self.partitioned: list[tuple[float, Draft, Settings]] = []
         """The best drafts of the graph partition, with their prices."""
+        self.preparation: Preparation | None = None
         self.known: dict[Layout, float] = {}
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
@@ -128,40 +148,68 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        copies = self._copies()
-        if copies > 1:
-            for layout in self._copied(copies):
-                self.score_s(layout)
-                if self.late(WALKED) and self.found:
-                    break
-        if copies == 1 or not self.found:
-            self.start()
+        try:
+            # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
+            for start in islice(self.starts(), FIRST_STARTS):
+                self.score_s(start)
             self.judge_best()
-            self.partition_graph()
-        self.resettle()
-        self.judge_best()
-        self.explore()
-        self.finish()
+            copies = self._copies()
+            if copies > 1:
+                for layout in self._copied(copies):
+                    self.score_s(layout)
+                    if self.late(WALKED) and self.found:
+                        break
+            if copies == 1 or not self.found:
+                self.begin()
+            self.prepare()
+            self.judge_best()
+            self.resettle()
+            self.explore()
+            self.finish()
+        finally:
+            if self.preparation is not None:
+                self.preparation.end()
 
-    def start(self) -> None:
-        """Prices the starts."""
+    def begin(self) -> None:
+        """Prices the starts, and what the graph partition finds, side by side where there are cores for both."""
+        share = PARTITIONED if cores() > 1 else STARTED
+        works: tuple[Callable[[], Begun], ...] = (partial(self.start, share), self.partition_graph)
+        for found, partitioned in side_by_side(_done, works, self.search.check_budget):
+            self.partitioned += partitioned
+            for entry in found:
+                self._keep(*entry)
+
+    def start(self, share: float) -> Begun:
+        """Prices the starts until this share of the budget is spent; the best of each shape, and no other drafts."""
         for start in self.starts():
             self.score_s(start)
-            if self.late(STARTED) and self.found:
+            if self.late(share) and self.found:
                 break
+        return self.ranked(), []
 
-    def partition_graph(self) -> None:
-        """Prices what `flashflex` finds by itself, the best of which are finalists: where memory is tight, few layouts fit."""
-        climb = Climb(self.search, list(self.nodes.values()), np.random.default_rng(self.search.seed))
-        starts = climb.starts()
-        for start in starts:
-            climb.improve(start, climb.allowed // (2 * len(starts)))
-        climb.explore()
+    def partition_graph(self) -> Begun:
+        """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""
+        left_s = PARTITIONED * self.search.budget_s - self.search.elapsed_s
+        if left_s <= 0:
+            return [], []
+        part = Search(self.search.cluster, self.job, self.search.judge, self.search.seed, left_s)
+        climb = Climb(part, list(self.nodes.values()), np.random.default_rng(self.search.seed))
+        with suppress(BudgetSpent):  # what it has found counts
+            starts = climb.starts()
+            for start in starts:
+                climb.improve(start, climb.allowed // (2 * len(starts)))
+            climb.explore()
+        climb.search = self.search
         for candidate in sorted(climb.priced, key=lambda candidate: climb.priced[candidate][0])[:MOST_MET]:
             self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
-        if climb.priced:
-            found = islice(climb.ranked(), FINALISTS // 2)
-            self.partitioned = [(self.pricing.price_s(draft, settings), draft, settings) for draft, settings in found]
+        best = islice(climb.ranked() if climb.priced else (), FINALISTS // 2)
+        return self.ranked(), [(self.pricing.price_s(draft, settings), draft, settings) for draft, settings in best]
+
+    def prepare(self) -> None:
+        """Has the estimates prepared, by those of some layouts."""
+        plans = [make_plan(self.search.cluster, self.job, draft, layout.settings) for _, layout, draft in self.ranked()[:WALKS]]
+        if plans:
+            self.preparation = Preparation(self.search.cluster, self.job, plans)
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
@@ -216,8 +264,7 @@ class _Hunt:
         job = replace(self.job, global_batch=self.job.global_batch // copies)
         budget_s = SHARE_OF_PART * self.search.budget_s / WALKED
         hunt = _Hunt(Search(cluster, job, self.search.judge, self.search.seed, budget_s), parts[0], copies)
-        hunt.start()
-        hunt.partition_graph()
+        hunt.begin()
         hunt.resettle()
         hunt.explore()
         for _, layout, _ in hunt.ranked()[:MOST_MET]:
@@ -256,9 +303,20 @@ class _Hunt:
             self.known[layout] = known
         return known
 
-    def draft_s(self, draft: Draft, settings: Settings) -> float:
-        """Seconds of an iteration of a draft by the fast judge."""
+    def draft_s(self, draft: Draft, settings: Settings, estimates: Estimates | None) -> float:
+        """Seconds of an iteration of a draft: its estimate, or its price where there are no estimates."""
+        if estimates is not None:
+            return estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
         return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
+
+    def estimated(self) -> list[tuple[float, Layout, Draft]]:
+        """The best layouts of all shapes, the fastest by their estimates first; by their prices where there are no estimates."""
+        ranked = self.ranked()
+        estimates = self.preparation.estimates() if self.preparation is not None else None
+        if estimates is None:
+            return ranked
+        known = [(self.draft_s(draft, layout.settings, estimates), layout, draft) for _, layout, draft in ranked[:MOST_ESTIMATED]]
+        return sorted(known, key=lambda entry: entry[0])
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
         shape = self._shape(layout)
@@ -303,7 +361,10 @@ class _Hunt:
         for teams in self._teams():
             for degree in widths:
                 grouped = [[self._groups(names, degree) for names in team] for team in teams]
-                for twins in self._twins(max(sum(map(len, team)) for team in grouped)):
+                most_groups = max(sum(map(len, team)) for team in grouped)
+                for twins in self._twins(most_groups):
+                    if most_groups // twins > self.job.model.layers:
+                        continue
                     pipes = [pipe for team in grouped for pipe in _deal(team, twins)]
                     if all(len(pipe) <= self.job.model.layers for pipe in pipes):
                         yield tuple(pipes)
@@ -645,60 +706,73 @@ class _Hunt:
         self.judged([(draft, layout.settings) for _, layout, draft in self.ranked()[:1]])
 
     def finish(self) -> None:
-        """Tunes the best of each shape under the fast judge, has them judged, and tunes the best under the judge."""
+        """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
         self.judge_best()
-        entries = self.ranked()[:FINALISTS]
-        tuned = list(side_by_side(self._tuned_entry, entries, self.search.check_budget))
-        tuned = sorted([*tuned, *self.partitioned], key=lambda entry: entry[0])
-        best: tuple[float, Draft, Settings] | None = None
-        size = 2 * cores()
-        for at in range(0, len(tuned), size):
-            batch = [(draft, settings) for _, draft, settings in tuned[at : at + size]]
-            for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
-                if best is None or judged_s < best[0]:
+        left_s = TUNED * self.search.budget_s - self.search.elapsed_s
+        estimates = self.preparation.estimates(left_s) if self.preparation is not None else None
+        ranked = [(draft, layout.settings) for _, layout, draft in self.estimated()[:FINALISTS]]
+        drafts = [*ranked, *((draft, settings) for _, draft, settings in self.partitioned)]
+        entries = [(self.draft_s(draft, settings, estimates), draft, settings) for draft, settings in drafts]
+        entries = sorted(entries, key=lambda entry: entry[0])[:FINALISTS]
+        self.judged([(draft, settings) for _, draft, settings in entries[:TOGETHER]])
+        tuned = side_by_side(partial(self._tuned, estimates), entries, self.search.check_budget)
+        best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
+        if best is not None:
+            others = [(best[1], replace(best[2], schedule=schedule)) for schedule in FINAL_SCHEDULES]
+            for judged_s, (draft, settings) in zip(self.judged(others), others, strict=True):
+                if judged_s < best[0]:
                     best = judged_s, draft, settings
-            if best is not None and at + size < len(tuned) and tuned[at + size][0] > SLACK * best[0]:
-                break
-        if best is None or best[0] == math.inf:
-            return
-        others = [(best[1], replace(best[2], schedule=schedule)) for schedule in FINAL_SCHEDULES]
-        for judged_s, (draft, settings) in zip(self.judged(others), others, strict=True):
-            if judged_s < best[0]:
-                best = judged_s, draft, settings
-        self.polish(*best)
+            self.polish(*best, estimates)
 
-    def _tuned_entry(self, entry: tuple[float, Layout, Draft]) -> tuple[float, Draft, Settings]:
-        """A finalist tuned under the fast judge."""
-        seconds, layout, draft = entry
+    def _best_judged(self, entries: Sequence[tuple[float, Draft, Settings]]) -> tuple[float, Draft, Settings] | None:
+        """The best by the judge of some drafts, with its judged seconds; None where none can run.
+
+        It asks for them in their order, until they are by their estimates worse than the best so far.
+        """
+        best: tuple[float, Draft, Settings] | None = None
+        for at in range(0, len(entries), TOGETHER):
+            if best is not None and entries[at][0] > SLACK * best[0]:
+                break
+            batch = [(draft, settings) for _, draft, settings in entries[at : at + TOGETHER]]
+            for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
+                if judged_s < (best[0] if best is not None else math.inf):
+                    best = judged_s, draft, settings
+        return best
+
+    def _tuned(self, estimates: Estimates | None, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
+        """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
+        seconds, draft, settings = entry
         self.rng = np.random.default_rng(self.search.seed)
         for _ in range(TUNINGS):
             for changed in self._variants(draft):
                 if self.late(TUNED):
-                    return seconds, draft, layout.settings
-                changed_s = self.draft_s(changed, layout.settings)
+                    return seconds, draft, settings
+                changed_s = self.draft_s(changed, settings, estimates)
                 if changed_s < seconds * (1 - 1e-6):
                     draft, seconds = changed, changed_s
                     break
             else:
                 break
-        return seconds, draft, layout.settings
+        return seconds, draft, settings
 
-    def polish(self, seconds: float, draft: Draft, settings: Settings) -> None:
-        """Has changes of the best draft's cuts and of its batch's split judged, several side by side, while they help."""
-        size, left = 2 * cores(), POLISHED
+    def polish(self, seconds: float, draft: Draft, settings: Settings, estimates: Estimates | None) -> None:
+        """Has changes of the best draft judged while they help, several side by side, the most promising first."""
+        left = POLISHED
         better = True
         while better and left > 0:
             better = False
-            variants = list(self._variants(draft))
-            for at in range(0, len(variants), size):
-                batch = [(changed, settings) for changed in variants[at : at + size]]
-                found = list(zip(self.judged(batch), batch, strict=True))
-                left -= size
-                changed_s, (changed, _) = min(found, key=lambda entry: entry[0])
+            known = []
+            for changed in self._variants(draft):
+                self.search.check_budget()
+                known.append((self.draft_s(changed, settings, estimates), changed))
+            known.sort(key=lambda entry: entry[0])
+            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < math.inf]
+            for at in range(0, len(ranked), TOGETHER):
+                batch = ranked[at : at + TOGETHER]
+                left -= len(batch)
+                changed_s, (changed, _) = min(zip(self.judged(batch), batch, strict=True), key=lambda entry: entry[0])
                 if changed_s < seconds * (1 - 1e-6):
                     draft, seconds, better = changed, changed_s, True
-                    break
-                if left <= 0:
                     break
 
     def judged(self, drafts: Sequence[tuple[Draft, Settings]]) -> list[float]:
@@ -761,6 +835,11 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
+
+
+def _done(work: Callable[[], Begun]) -> Begun:
+    """What a piece of work finds."""
+    return work()
 
 
 def _renamed(group: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:

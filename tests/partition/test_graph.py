@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
 
 from partition.graph import DeviceGraph
 from sim.cost.network import Network
-from sim.spec.cluster import Cluster, Fabric, Nic
+from sim.spec.cluster import Cluster, Fabric, LinkOverride, Nic, read_cluster
 from tests.partition.small_worlds import cluster, node
+
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
 
 def graph(world: Cluster) -> DeviceGraph:
@@ -70,3 +76,37 @@ def test_the_path_avoids_the_slow_link() -> None:
 def test_nodes_with_more_memory_come_first_where_links_are_equal() -> None:
     found = graph(cluster(*(node(name, "RTX4090", 1) for name in "abc")))
     assert found.path(["a", "b", "c"], {"a": 1.0, "b": 3.0, "c": 2.0}) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_rates_are_those_of_the_paths_in_both_directions(path: Path) -> None:
+    world = read_cluster(path)
+    world = world.with_nodes(world.nodes[:6], world.wan, None) if world.bandwidth_matrix is None else world
+    network = Network(world)
+    found = graph(world)
+    for a, b in combinations(found.devices, 2):
+        rates = [network.links[link].capacity_bytes_per_s / w for way in ((a, b), (b, a)) for link, w in network.path(*way).links]
+        assert found.bandwidth_bytes_per_s(a, b) == found.bandwidth_bytes_per_s(b, a) == min(rates)
+
+
+def test_a_link_of_another_rate_is_told_apart_from_those_of_nodes_that_are_alike() -> None:
+    world = cluster(*(node(f"n{i}", "RTX4090", 2) for i in range(4)))
+    slow = LinkOverride("n2/nic0>fabric", bandwidth_bytes_per_s=1e8)
+    found = graph(replace(world, link_overrides=(slow,)))
+    assert found.bandwidth_bytes_per_s("n2/0", "n3/0") == pytest.approx(1e8)
+    assert found.bandwidth_bytes_per_s("n0/0", "n3/0") > 1e9
+
+
+def test_a_large_graph_joins_what_is_in_one_node_and_the_first_of_each() -> None:
+    found = graph(cluster(*(node(f"n{i}", "RTX4090", 8) for i in range(16))))
+    asked = found.devices[3:]  # of the first node its last five, none of which is its first
+    at = dict(zip(asked, found._joined(asked), strict=True))
+    assert list(at["n0/5"]) == [f"n0/{i}" for i in range(3, 8)]
+    assert list(at["n1/2"]) == [f"n1/{i}" for i in range(8)]
+    assert list(at["n1/0"]) == [*[f"n1/{i}" for i in range(8)], *[f"n{i}/0" for i in range(2, 16)]]
+
+
+def test_a_path_begins_with_a_heavy_node_and_takes_the_fast_links_first() -> None:
+    fast = Nic("ethernet", 12.5e9)
+    nodes = [node("a", "RTX3090", 1), *(replace(node(n, "RTX4090", 1), nic=fast) for n in "bc"), node("d", "RTX3090", 1)]
+    assert graph(cluster(*nodes)).path(list("abcd"), {"a": 1.0, "b": 2.0, "c": 2.0, "d": 1.0}) == list("bcad")

@@ -18,14 +18,14 @@ from sim.spec.schedules import in_flight
 from sim.spec.transformer import Transformer, presets
 from tests.partition.small_worlds import TINY, cluster, job, node
 
-WORLD = cluster(node("a", "A100-80GB-SXM", 64, "nvlink"))
-NAMES = [f"a/{i}" for i in range(64)]
+WORLD = cluster(node("a", "A100-80GB-SXM", 128, "nvlink"))
+NAMES = [f"a/{i}" for i in range(128)]
 
 
 @given(
     model=st.sampled_from([TINY, replace(TINY, name="tied", tied_embeddings=True), presets()["gpt3-125m"]]),
     depth=st.integers(1, 4),
-    pipelines=st.integers(1, 3),
+    pipelines=st.integers(1, 7),
     degree=st.sampled_from([1, 2, 4]),
     size=st.sampled_from([1, 2]),
     micro_batches=st.integers(1, 6),
