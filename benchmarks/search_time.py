@@ -1,0 +1,155 @@
+"""Measures how soon motley's search is near the best plan that any planner finds, and how it fares on larger pools.
+
+    python benchmarks/search_time.py
+
+Two tables, in benchmarks/results/search-time.txt, from the rows of search-time.csv, a row per search. What stands there is not
+searched again, and a search that was killed loses only itself; `--again` begins anew.
+
+- On 32, 256 and 1,024 GPUs of mixed kinds, motley has 5, 30 and 120 seconds with each of some seeds. The best plan is that of all
+  these searches and of those that the other planners, and motley itself, make there in ten minutes.
+- On pools of 256 and 512 GPUs, those of the published plans made larger, each planner has 30 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments.comparison import Cell, cell_digest, row, rows_csv, run_cell
+from experiments.peers import arena
+from sim.spec.cluster import Cluster
+from sim.spec.job import Job
+from sim.spec.reading import write_file
+from sim.spec.transformer import transformer
+
+HERE = Path(__file__).parent
+TARGET = 1.02
+"""The iteration of a search that is near enough, in iterations of the best plan."""
+
+LIMITS = {32: 5.0, 256: 30.0, 1024: 120.0}
+"""Seconds of search by GPUs."""
+
+LONG_S, POOL_S = 600.0, 30.0
+RIVALS = ("metis", "sailor", "amp", "flashflex")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cluster and a job, and what the tables call them."""
+
+    name: str
+    cluster: Cluster
+    job: Job
+
+
+def enlarged(cluster: Cluster, times: int) -> Cluster:
+    """The cluster with every node so many times."""
+    gpus = {kind: sum(node.gpus for node in cluster.nodes if node.gpu.name == kind) for kind in _kinds(cluster)}
+    name = "-".join(f"{kind.split('-')[0].lower()}x{count * times}" for kind, count in gpus.items())
+    nodes = tuple(replace(node, name=f"{node.name}-{n}") for node in cluster.nodes for n in range(times))
+    return replace(cluster, name=f"pool-{name}", nodes=nodes)
+
+
+def _kinds(cluster: Cluster) -> list[str]:
+    return list(dict.fromkeys(node.gpu.name for node in cluster.nodes))
+
+
+def _published(cluster: str, model: str) -> tuple[Cluster, Job]:
+    return next((c, job) for c, job in arena() if (c.name, job.model.name) == (cluster, model))
+
+
+def timed_places() -> Iterator[Place]:
+    """Where the time of the search is measured: one place for each number of GPUs in LIMITS."""
+    cluster, job = _published("mixed-b-10gbit", "llama-2-13b")
+    yield Place("llama-2-13b", cluster, job)
+    pool, _ = _published("pool-a100x32-v100x32", "opt-350m")
+    for times, batch in ((4, 512), (16, 1024)):
+        yield Place("llama-2-7b", enlarged(pool, times), Job(transformer("llama-2-7b"), 2048, batch, "fp16"))
+
+
+def pools() -> Iterator[Place]:
+    """Pools of A100 and V100 that are larger than those of the published plans, with the same model."""
+    pool, job = _published("pool-a100x32-v100x32", "opt-350m")
+    for times in (4, 8):
+        yield Place("opt-350m", enlarged(pool, times), job)
+
+
+def cells(seeds: int) -> Iterator[tuple[Place, Cell]]:
+    """All searches, those of the tables before the long ones."""
+    timed = list(timed_places())
+    for place in timed:
+        for seed in range(seeds):
+            yield place, Cell(place.cluster, place.job, "motley", budget_s=LIMITS[len(place.cluster.devices)], seed=seed)
+    for place in pools():
+        for planner in ("motley", *RIVALS):
+            yield place, Cell(place.cluster, place.job, planner, budget_s=POOL_S)
+    for place in timed:
+        for planner in ("motley", "megatron", "flashflex"):
+            yield place, Cell(place.cluster, place.job, planner, budget_s=LONG_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Searches what is missing, and writes the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5, help="search with the seeds 0 to N-1")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of search-time.csv and search-time.txt")
+    parser.add_argument("--again", action="store_true", help="search anew what stands in search-time.csv")
+    given = parser.parse_args(arguments)
+    table = given.out / "search-time.csv"
+    rows: dict[str, dict[str, object]] = {}
+    if table.exists() and not given.again:
+        with table.open(newline="", encoding="utf-8") as file:
+            rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
+    asked = list(cells(given.seeds))
+    for place, cell in asked:
+        key = cell_digest(cell)
+        if key not in rows:
+            rows[key] = {**row(run_cell(cell)), "cell": key}
+            write_file(table, rows_csv([rows[key] for _, cell in asked if (key := cell_digest(cell)) in rows]), replace=True)
+            shown = rows[key]["iteration_s"], rows[key]["search_s"]
+            print(f"{place.cluster.name} {place.name} {cell.planner} {cell.budget_s:g} s, seed {cell.seed}: {shown}", flush=True)
+    from run import machine  # imports torch, which the searches do not need
+
+    text = report([(place, cell, rows[cell_digest(cell)]) for place, cell in asked])
+    write_file(given.out / "search-time.txt", f"{machine()}\n\n{text}", replace=True)
+    print(text)
+
+
+def report(found: Sequence[tuple[Place, Cell, dict[str, object]]]) -> str:
+    """The two tables."""
+    lines = [
+        "How near motley comes in its seconds to the best plan that it or another planner found there in ten minutes.",
+        "",
+        " GPUs cluster                 model        seconds   best s (of)         iteration / best, by seed",
+    ]
+    for place in timed_places():
+        own = [(cell, _seconds(entry)) for at, cell, entry in found if at.cluster == place.cluster]
+        limit_s = LIMITS[len(place.cluster.devices)]
+        best_s, best = min((seconds, f"{cell.planner}, {cell.budget_s:g} s") for cell, seconds in own)
+        ratios = [seconds / best_s for cell, seconds in own if cell.planner == "motley" and cell.budget_s == limit_s]
+        near = sum(ratio <= TARGET for ratio in ratios)
+        shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
+        lines.append(
+            f"{len(place.cluster.devices):5d} {place.cluster.name:23s} {place.name:12s} {limit_s:7g} {best_s:8.3f} "
+            f"({best}) {shown}; {near} of {len(ratios)} within {100 * (TARGET - 1):.0f} %"
+        )
+    lines += ["", f"Larger pools, {POOL_S:g} s of search: seconds of an iteration.", ""]
+    lines.append(f"{'GPUs':>5s} {'cluster':23s} {'model':12s}" + "".join(f"{name:>11s}" for name in ("motley", *RIVALS)))
+    for place in pools():
+        shown = "".join(
+            f"{_seconds(entry):11.3f}" for at, _, entry in found if at.cluster == place.cluster and at.job == place.job
+        )
+        lines.append(f"{len(place.cluster.devices):5d} {place.cluster.name:23s} {place.name:12s}{shown}")
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(entry: dict[str, object]) -> float:
+    """The iteration of a row; infinite where it has no plan."""
+    return float(str(entry["iteration_s"])) if entry["iteration_s"] not in (None, "") else float("inf")
+
+
+if __name__ == "__main__":
+    main()
