@@ -22,7 +22,7 @@ from __future__ import annotations
 import csv
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from sim.cost.pieces import (
     LayerWork,
     MatmulWork,
     Rates,
+    head_seconds,
     layer_work,
     rates_of,
     seconds_of_layer,
@@ -121,11 +122,45 @@ SAILOR_MODELS: Mapping[str, Transformer] = {"OPT-350": _gpt(1024, 4096, 16), "GP
 
 
 @dataclass(frozen=True)
+class HeadWork:
+    """The head of a model after some sequences."""
+
+    transformer: Transformer
+    sequences: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class GradientsWork:
+    """Gradients that are added to those of earlier micro-batches."""
+
+    parameters: int
+
+
+@dataclass(frozen=True)
+class OptimizerWork:
+    """A step of the optimizer, and the bytes that a fused one moves."""
+
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class LaunchWork:
+    """Kernels that do next to nothing."""
+
+    kernels: int
+
+
+Work = LayerWork | MatmulWork | AttentionWork | HeadWork | GradientsWork | OptimizerWork | LaunchWork | float
+"""What is measured; a number is bytes that kernels move which memory bounds."""
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """One published time, and the work that took it."""
+    """One time, and the work that took it."""
 
     what: str
-    """layer forward, layer backward, layer both, matmul, attention forward, attention backward, attention both, memory."""
+    """A word for the work, and for layers, heads and attention which pass: forward, backward or both."""
     source: str
     kind: GpuKind
     precision: str
@@ -133,10 +168,10 @@ class Measurement:
     """The model of a layer; else empty."""
     group: str
     """Measurements of one group are held out together, or not at all."""
-    work: LayerWork | MatmulWork | AttentionWork | float
+    work: Work
     seconds: float
     stack: str = ""
-    """Of a layer: the stack whose constant it shares."""
+    """The stack whose constants it shares, if any."""
     gradient_bytes: float = 0.0
     """Of a layer's backward: bytes that sums of gradients move besides."""
     pause_s: float | None = None
@@ -236,7 +271,7 @@ def _micro(row: Mapping[str, str]) -> Iterator[Measurement]:
     if kind is None:
         return
 
-    def measured(what: str, work: MatmulWork | AttentionWork | float, seconds: float, precision: str) -> Measurement:
+    def measured(what: str, work: Work, seconds: float, precision: str) -> Measurement:
         return Measurement(what, row["source"], kind, precision, "", f"{row['device']}|{op}|{shape}", work, seconds)
 
     if op.startswith("matmul efficiency"):
@@ -365,6 +400,10 @@ def _tells(m: Measurement) -> tuple[str, ...]:
         return (fraction, "matmul_half_s", "matmul_traffic")
     if isinstance(m.work, AttentionWork):
         return ("attention_fraction", "attention_keys", "attention_rows")
+    if isinstance(m.work, LaunchWork):
+        return ("launch_s",)
+    if isinstance(m.work, HeadWork):
+        return (fraction, "memory_fraction")
     if not isinstance(m.work, LayerWork):
         return ("memory_fraction",)
     attention = m.work.attention
@@ -387,15 +426,25 @@ Values = Mapping[str, Mapping[str, float]]
 """Constants by the name of their record or stack, then by their own."""
 
 
-class _Search:
-    """The search for the constants that some measurements tell; what it moves are their logarithms."""
+class PiecesSearch:
+    """The search for the constants that some measurements tell; what it moves are their logarithms.
 
-    def __init__(self, measurements: Sequence[Measurement]) -> None:
-        self.measurements, self.blocks = measurements, _blocks(measurements)
-        told = {(family_of(m.kind), name) for m in measurements for name in _tells(m)}
-        families = sorted({family for family, _ in told})
-        self.constants = [(family, c) for family in families for c in RECORD_CONSTANTS if (family, c.name) in told]
-        self.constants += [(stack, c) for stack in sorted({m.stack for m in measurements if m.stack}) for c in STACKS[stack]]
+    `record_of` names the record that a kind's measurements decide, whose constants are `record_constants`; `stacks` has the
+    constants of each stack.
+    """
+
+    def __init__(
+        self,
+        measurements: Sequence[Measurement],
+        record_of: Callable[[GpuKind], str] = family_of,
+        record_constants: Sequence[Constant] = RECORD_CONSTANTS,
+        stacks: Mapping[str, Sequence[Constant]] = STACKS,
+    ) -> None:
+        self.measurements, self.blocks, self.record_of = measurements, _blocks(measurements, record_of), record_of
+        told = {(record_of(m.kind), name) for m in measurements for name in _tells(m)}
+        records = sorted({record for record, _ in told})
+        self.constants = [(record, c) for record in records for c in record_constants if (record, c.name) in told]
+        self.constants += [(stack, c) for stack in sorted({m.stack for m in measurements if m.stack}) for c in stacks[stack]]
 
     def values(self, logs: Any) -> Values:
         """The constants of their logarithms."""
@@ -411,7 +460,7 @@ class _Search:
         measured = np.log([m.seconds for m in self.measurements])
 
         def residuals(logs: Any) -> Any:
-            errors = (np.log(_predict(self.measurements, self.blocks, self.values(logs))) - measured) / ROBUST_ERROR
+            errors = (np.log(self.predict(self.values(logs))) - measured) / ROBUST_ERROR
             robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
             return np.concatenate([robust, (logs - start) / widths * (PRIOR_ERROR / ROBUST_ERROR)])
 
@@ -421,6 +470,10 @@ class _Search:
         )
         return self.values(found.x)
 
+    def predict(self, values: Values) -> Any:
+        """The seconds that the measurements should take by these constants."""
+        return _predict(self.measurements, self.blocks, values)
+
     def pattern(self) -> Any:
         """Which residuals depend on which constants: a measurement on those of its record and stack, a prior on its own."""
         pattern = lil_matrix((len(self.measurements) + len(self.constants), len(self.constants)), dtype=int)
@@ -429,7 +482,7 @@ class _Search:
             columns.setdefault(owner, []).append(j)
             pattern[len(self.measurements) + j, j] = 1
         for i, m in enumerate(self.measurements):
-            pattern[i, columns.get(family_of(m.kind), []) + columns.get(m.stack, [])] = 1
+            pattern[i, columns.get(self.record_of(m.kind), []) + columns.get(m.stack, [])] = 1
         return pattern
 
 
@@ -437,10 +490,10 @@ _Blocks = Mapping[tuple[str, GpuKind, str, str], Sequence[int]]
 """The measurements of each record, kind, precision and stack."""
 
 
-def _blocks(measurements: Sequence[Measurement]) -> _Blocks:
+def _blocks(measurements: Sequence[Measurement], record_of: Callable[[GpuKind], str] = family_of) -> _Blocks:
     blocks: dict[tuple[str, GpuKind, str, str], list[int]] = {}
     for i, m in enumerate(measurements):
-        blocks.setdefault((family_of(m.kind), m.kind, m.precision, m.stack), []).append(i)
+        blocks.setdefault((record_of(m.kind), m.kind, m.precision, m.stack), []).append(i)
     return blocks
 
 
@@ -466,6 +519,17 @@ def _seconds(m: Measurement, rates: Rates, stack: Stack, burst: float) -> float:
         seconds = layer.forward_s if m.what == "layer forward" else layer.backward_s + rates.memory_s(m.gradient_bytes)
         if m.what == "layer both":
             seconds += layer.forward_s
+    elif isinstance(work, HeadWork):
+        head = head_seconds.__wrapped__(
+            rates.kind, stack, work.transformer, work.sequences, work.sequence_length, precision=m.precision
+        )
+        seconds = head.forward_s if m.what == "head forward" else head.backward_s
+    elif isinstance(work, GradientsWork):
+        seconds = rates.memory_s(work.parameters * stack.gradient_bytes)
+    elif isinstance(work, OptimizerWork):
+        seconds = rates.memory_s(work.num_bytes * stack.optimizer_traffic)
+    elif isinstance(work, LaunchWork):
+        seconds = work.kernels * rates.kind.efficiency.launch_s
     elif isinstance(work, MatmulWork):
         seconds = rates.matmul_s(work, rates.matmul_peak) + rates.kind.efficiency.launch_s
     elif isinstance(work, AttentionWork):
@@ -503,8 +567,8 @@ def fit_pieces(data_folder: str | Path, seed: int = 0, holdout: float = 0.5) -> 
         raise InputError(f"holdout is a share of the groups from 0 to below 1, but got {holdout!r}")
     measurements = read_measurements(Path(data_folder))
     held = _held_out(measurements, seed, holdout)
-    values = _Search(measurements).fit()
-    without = _Search([m for m in measurements if m.group not in held]).fit() if held else values
+    values = PiecesSearch(measurements).fit()
+    without = PiecesSearch([m for m in measurements if m.group not in held]).fit() if held else values
     table = _errors(measurements, without, held)
     records, others = {}, {}
     for owner, found in _rounded(values).items():
@@ -522,7 +586,7 @@ def leave_out_models(data_folder: str | Path) -> pd.DataFrame:
     tables = []
     for name in dict.fromkeys(_model_family(m) for m in measurements if m.source == "zorse"):
         left_out = {m.group for m in measurements if m.source == "zorse" and _model_family(m) == name}
-        values = _Search([m for m in measurements if m.group not in left_out]).fit()
+        values = PiecesSearch([m for m in measurements if m.group not in left_out]).fit()
         errors = _summary(_errors(measurements, values, left_out))
         tables.append(errors[errors.part == "held out"].assign(model=name))
     return pd.concat(tables, ignore_index=True)

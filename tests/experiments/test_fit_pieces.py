@@ -10,8 +10,8 @@ import pytest
 from experiments.constants import without_factor
 from experiments.fit_pieces import (
     Measurement,
+    PiecesSearch,
     _held_out,
-    _Search,
     family_of,
     fit_pieces,
     leave_out_models,
@@ -35,7 +35,7 @@ def test_the_fit_finds_the_constants_that_matmuls_were_made_with() -> None:
             num_bytes = 2 * (m * k + k * n + m * n)
             seconds = (2 * m * n * k / 312e12 + 25e-6) / 0.6 + 0.4 * num_bytes / 2.039e12 + 2e-6
             made.append(Measurement("matmul", "made", kind, "bf16", "", f"{m} {n} {k}", work, seconds))
-    found = _Search(made * 60).fit()["ampere-datacenter"]  # so many that the prior says little
+    found = PiecesSearch(made * 60).fit()["ampere-datacenter"]  # so many that the prior says little
     assert found["matmul_fraction"] == pytest.approx(0.6, rel=0.02)
     assert found["matmul_half_s"] == pytest.approx(25e-6, rel=0.05)
     assert found["matmul_traffic"] == pytest.approx(0.4, rel=0.1)
@@ -45,7 +45,7 @@ def test_one_wild_measurement_among_many_moves_little() -> None:
     kind, work = gpu_kind("A100-80GB-SXM"), MatmulWork(1, 10**14, 0)
     made = [Measurement("matmul", "made", kind, "bf16", "", str(i), work, 10**14 / 312e12 / 0.6) for i in range(20)]
     wild = replace(made[0], seconds=10 * made[0].seconds)
-    calm, shaken = (_Search([*made, *more]).fit()["ampere-datacenter"]["matmul_fraction"] for more in ([], [wild]))
+    calm, shaken = (PiecesSearch([*made, *more]).fit()["ampere-datacenter"]["matmul_fraction"] for more in ([], [wild]))
     assert shaken == pytest.approx(calm, rel=0.02)
 
 
@@ -55,14 +55,14 @@ def test_what_no_measurement_tells_is_not_searched() -> None:
     def names(precision: str, length: int) -> set[str]:
         work = layer_work(tiny, 1, length, 1, False, 2, True, 1, 1)
         layer = Measurement("layer forward", "made", kind, precision, "", "one", work, 1e-3, stack="zorse-autocast")
-        return {constant.name for owner, constant in _Search([layer]).constants if owner == "volta"}
+        return {constant.name for owner, constant in PiecesSearch([layer]).constants if owner == "volta"}
 
     assert names("fp32", 4096) == {"fp32_fraction", "matmul_half_s", "memory_fraction", "attention_fraction"}
     mostly_matmuls = layer_work(
         replace(tiny, hidden=8192, ffn=8192, heads=1, kv_heads=1, head_dim=8), 1, 64, 1, False, 2, True, 1, 1
     )
     layer = Measurement("layer forward", "made", kind, "fp16", "", "one", mostly_matmuls, 1e-3, stack="zorse-autocast")
-    assert "attention_fraction" not in {constant.name for _, constant in _Search([layer]).constants}
+    assert "attention_fraction" not in {constant.name for _, constant in PiecesSearch([layer]).constants}
 
 
 def test_every_kind_with_a_shared_record_has_a_family() -> None:
