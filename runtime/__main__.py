@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from runtime.launch import RunFailed, launch_lines, launch_locally, nodes_of, ranked_devices
 from runtime.options import parse
 from runtime.settings import Settings, check_runnable, with_model
+from runtime.testbed import enter, find
 from runtime.watch import Failure, Watch, let_first_tell, tell
 from sim.spec.plan import Plan, read_plan
 from sim.spec.program import Program
@@ -41,6 +42,8 @@ def _work(plan: Plan, program: Program, settings: Settings) -> None:
     """Nothing; trains as the worker of this process's rank."""
     rank = int(os.environ["RANK"])
     device = ranked_devices(plan)[rank]
+    if settings.testbed is not None:
+        enter(find(settings.testbed).device(device))  # before there are other threads, which would stay behind
     lane = next(lane for lane in program.lanes if device in lane.devices)
     watch = Watch(rank, device, lane.name, settings.timeout_s, alone=len(plan.devices) == 1)
     watch.start()

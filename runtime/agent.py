@@ -20,8 +20,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 GRACE_S = 3
 """How long workers that are told to end may take before they are killed. Torch's own agent waits 30 s."""
 
-ADDRESS = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Ending:
@@ -32,28 +30,28 @@ class Ending:
     """The ranks that did not end when they were told to, and were killed."""
 
 
-def run_workers(command: Sequence[str], workers: int, environment: Mapping[str, str]) -> Ending:
+def run_workers(command: Sequence[str], workers: int, environment: Mapping[str, str], address: str) -> Ending:
     """How a run of this many workers, each a process of this command, ended; none is left.
 
-    Ends them all when one fails. Raises KeyboardInterrupt after an interruption, and SystemExit after another signal that asks
-    to end.
+    The workers find one another at `address`, which is this machine's. Ends them all when one fails. Raises KeyboardInterrupt
+    after an interruption, and SystemExit after another signal that asks to end.
     """
     with _variables(environment), _silence(), _handlers_kept():
         # The store takes any free port, and the agent's own, on the same port, is the same one.
         store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-            ADDRESS, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            address, 0, is_master=True, wait_for_workers=False, multi_tenant=True
         )
         spec = WorkerSpec(
             role="worker",
             local_world_size=workers,
-            rdzv_handler=StaticTCPRendezvous(ADDRESS, store.port, rank=0, world_size=1, run_id="motley", timeout=60),
+            rdzv_handler=StaticTCPRendezvous(address, store.port, rank=0, world_size=1, run_id="motley", timeout=60),
             entrypoint=command[0],
             args=tuple(word.replace("$", "$$") for word in command[1:]),  # the agent takes them for templates
             max_restarts=0,
             monitor_interval=0.1,
-            master_addr=ADDRESS,
+            master_addr=address,
             master_port=store.port,
-            local_addr=ADDRESS,
+            local_addr=address,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
         try:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from runtime.rings import RingWork, ring_of
+
 # torch 2.13 warns of the older names, torch 2.11 does not have the newer ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -54,6 +56,8 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: Any = 
     if is_staged(tensor, group):
         copy = _host(tensor)
         return _Staged(dist.all_reduce(copy, op, group=group, async_op=True), copy, tensor)
+    if op == SUM and tensor.is_contiguous() and (ring := ring_of(group, tensor)) is not None:
+        return ring.all_reduce(tensor)
     return _begun(dist.all_reduce(tensor, op, group=group, async_op=True))
 
 
@@ -62,6 +66,8 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
     if is_staged(part, group):
         copy = torch.empty_like(whole, device="cpu")
         return _Staged(_all_gather(copy, _host(part), group=group, async_op=True), copy, whole)
+    if (ring := ring_of(group, whole)) is not None:
+        return ring.all_gather(whole, part)
     return _begun(_all_gather(whole, part, group=group, async_op=True))
 
 
@@ -70,6 +76,8 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     if is_staged(whole, group):
         copy = torch.empty_like(part, device="cpu")
         return _Staged(_reduce_scatter(copy, _host(whole), group=group, async_op=True), copy, part)
+    if (ring := ring_of(group, whole)) is not None:
+        return ring.reduce_scatter(part, whole)
     return _begun(_reduce_scatter(part, whole, group=group, async_op=True))
 
 
@@ -100,6 +108,8 @@ def tell_when_done(work: Pending, done: Callable[[], None], tensor: torch.Tensor
 
     Elsewhere (on a GPU, whose streams the host does not see, and of gloo's scatters) it is known when somebody waits for it.
     """
-    if isinstance(work, dist.Work) and not tensor.is_cuda:
+    if isinstance(work, RingWork):
+        work.future.add_done_callback(lambda _: done())
+    elif isinstance(work, dist.Work) and not tensor.is_cuda:
         with contextlib.suppress(RuntimeError):
             work.get_future().then(lambda _: done())

@@ -17,10 +17,12 @@ from runtime.gradients import Gradients
 from runtime.messages import Messages
 from runtime.model import ModelPart
 from runtime.optimizer import Optimizer, StepFacts
+from runtime.pacer import Pacer
 from runtime.recorder import Mark, Recorder
 from runtime.tensor_parallel import DeferredWeights
 from runtime.watch import Watch
 from runtime.world import World
+from sim.spec.pace import PACED
 from sim.spec.plan import LayerRange
 from sim.spec.program import (
     Backward,
@@ -59,10 +61,11 @@ class Interpreter:
         recorder: Recorder,
         watch: Watch,
         deferred: DeferredWeights | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self._world, self._lane, self._parts = world, world.lane, parts
         self._batches, self._messages, self._gradients, self._optimizer = batches, messages, gradients, optimizer
-        self._recorder, self._watch, self._deferred = recorder, watch, deferred
+        self._recorder, self._watch, self._deferred, self._pacer = recorder, watch, deferred, pacer
         self._execute: dict[type[Instruction], Callable[[Any], None]] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -123,8 +126,10 @@ class Interpreter:
             if isinstance(instruction, (Send, Collective)):
                 execute[kind](instruction)
                 continue
-            self._begun = recorder.begin()
+            self._begin(instruction)
             execute[kind](instruction)
+            if self._pacer is not None and isinstance(instruction, PACED):
+                self._pacer.end()
             recorder.end(instruction, self._begun, self._messages.num_bytes(instruction) if isinstance(instruction, Recv) else 0)
         self._messages.finish()
         self._optimizer.finish_gathers()
@@ -135,6 +140,12 @@ class Interpreter:
         if self._facts is None:
             raise RuntimeError(f"the program of lane {self._lane.name} has no optimizer step")
         return self._facts
+
+    def _begin(self, instruction: Instruction) -> None:
+        """Notes that an instruction begins now."""
+        self._begun = self._recorder.begin()
+        if self._pacer is not None and isinstance(instruction, PACED):
+            self._pacer.begin(instruction)
 
     # --- Computation -------------------------------------------------------------------------------------------------
 
@@ -185,7 +196,11 @@ class Interpreter:
     @contextmanager
     def _parameters(self, instruction: Instruction, layers: LayerRange) -> Iterator[None]:
         """Has the parameters of some layers here, where they are gathered for each use."""
-        self._optimizer.finish_gathers(layers)
+        if self._pacer is None:
+            self._optimizer.finish_gathers(layers)
+        else:
+            with self._pacer.waiting():
+                self._optimizer.finish_gathers(layers)
         self.waits_for(instruction)
         yield
         self._optimizer.release(layers)
@@ -255,5 +270,5 @@ class Interpreter:
         self.waits_for(instruction)
         self._optimizer.agree(self._loss)
         # To wait for others is no work: the step begins when the whole gradient's norm is known.
-        self._begun = self._recorder.begin()
+        self._begin(instruction)
         self._facts = self._optimizer.step(self._number)

@@ -11,6 +11,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,10 @@ import torch
 from runtime.data import open_data
 from runtime.options import arguments
 from runtime.settings import Settings, check_runnable, with_model
+from runtime.testbed import ADDRESS, INTERFACE, Testbed, broken_links, find, inside
 from runtime.watch import FAILURES, LAUNCHER, Failure, read_failures
+from sim.spec.cluster import read_cluster
+from sim.spec.pace import read_pace
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
@@ -66,21 +70,51 @@ def launch_locally(
     with the first worker's failure that is no consequence of another's, where the run ends early.
     """
     plan = with_model(plan, model, settings.precision)
-    check_runnable(plan, settings)
+    program = check_runnable(plan, settings)
+    if settings.pace is not None:
+        read_pace(settings.pace, plan, program)
     open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
     devices = ranked_devices(plan)
     check_gpus(settings, len(devices))
+    start_workers([module, plan_argument(plan_path), *arguments(settings, model)], devices, settings)
+
+
+def start_workers(words: Sequence[str], devices: Sequence[str], settings: Settings) -> None:
+    """Nothing, once one worker for each of these devices, each `python -m WORDS` on this machine, has ended well.
+
+    In the testbed of the settings, where they name one. Raises InputError where it is not up or lacks a device, and RunFailed
+    with the first cause where a worker fails.
+    """
+    testbed = None if settings.testbed is None else _testbed(settings.testbed, devices)
     from runtime.agent import run_workers  # not at the head of the file: workers, which need the ranks only, start faster
 
     with tempfile.TemporaryDirectory(prefix="motley.") as folder:
         environment = _environment(settings, len(devices)) | {FAILURES: folder, LAUNCHER: str(os.getpid())}
-        command = [sys.executable, "-m", module, plan_argument(plan_path), *arguments(settings, model)]
+        network: AbstractContextManager[None] = contextlib.nullcontext()
+        address = "127.0.0.1"
+        if testbed is not None:
+            environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+            network, address = inside(testbed.fabric), ADDRESS
         try:
-            ending = run_workers(command, len(devices), environment)
+            with network:
+                ending = run_workers([sys.executable, "-m", *words], len(devices), environment, address)
         except OSError as error:
             raise RunFailed(f"the workers cannot be started: {error}", 3) from None
         if ending.codes:
-            raise first_cause(devices, ending, read_failures(Path(folder)))
+            failed = first_cause(devices, ending, read_failures(Path(folder)))
+            broken = broken_links(testbed) if testbed is not None else []
+            if broken:
+                failed = RunFailed(f"{failed.message}; in the testbed {', '.join(broken)} is down", failed.code)
+            raise failed
+
+
+def _testbed(name: str, devices: Sequence[str]) -> Testbed:
+    """The testbed of this name. Raises InputError where it is not up, or lacks one of the devices."""
+    testbed = find(name)
+    cluster = read_cluster(testbed.cluster_file)
+    for device in devices:
+        cluster.device(device)
+    return testbed
 
 
 def check_gpus(settings: Settings, workers: int) -> None:
@@ -108,7 +142,9 @@ def _environment(settings: Settings, workers: int) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         variables["GLOO_SOCKET_IFNAME"] = loopback  # by default gloo asks for the address of the host's name, which may fail
-    if settings.device == "cpu":
+    if settings.pace is not None:
+        variables["OMP_NUM_THREADS"] = "1"  # the others wait most of the time, but all at once do not
+    elif settings.device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(1, cores // workers))
     return {name: value for name, value in variables.items() if name not in os.environ}

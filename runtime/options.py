@@ -39,6 +39,8 @@ HELP: dict[str, tuple[str, str]] = {
     "backend": ("|".join(BACKENDS), "of messages; by default nccl on cuda and gloo on the cpu"),
     "compile": ("", "compile the layers by torch.compile"),
     "quiet": ("", "print no line for each step"),
+    "pace": ("FILE", "a pace file: each instruction waits to take as long as it says"),
+    "testbed": ("NAME", "run in the namespaces of this testbed"),
     "results": ("DIR", "where the measured trace and the figures are written"),
 }
 """For each field of Settings, what its option's help shows: the value's form, empty for a switch, and what it is."""

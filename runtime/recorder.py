@@ -263,6 +263,7 @@ def gather_trace(
     step: int,
     peak_bytes: int,
     process_group: dist.ProcessGroup | None,
+    origin: str = "measured",
 ) -> Trace | None:
     """The measured trace of one step on the group's first worker, None on the others. All of a gloo group call it together.
 
@@ -281,13 +282,13 @@ def gather_trace(
     ]
     own = Share(lane.name, spans, device_name, peak_bytes, hardware_name(recorder.device), clocks.residual_s)
     if process_group is None:
-        return merged([own], plan, program, cluster_name)
+        return merged([own], plan, program, cluster_name, origin)
     is_first = dist.get_rank(process_group) == 0
     shares: list[Share | None] | None = [None] * dist.get_world_size(process_group) if is_first else None
     dist.gather_object(own, shares, group=process_group, group_dst=0)
     if shares is None:
         return None
-    return merged([share for share in shares if share is not None], plan, program, cluster_name)
+    return merged([share for share in shares if share is not None], plan, program, cluster_name, origin)
 
 
 @dataclass(frozen=True)
@@ -302,8 +303,8 @@ class Share:
     residual_s: float
 
 
-def merged(shares: Sequence[Share], plan: Plan, program: Program, cluster_name: str) -> Trace:
-    """The trace of all workers' shares.
+def merged(shares: Sequence[Share], plan: Plan, program: Program, cluster_name: str, origin: str = "measured") -> Trace:
+    """The trace of all workers' shares; `origin` is measured or paced.
 
     A sender is told that a message is gone, or learns that it has come only when it asks; the receiver knows when it had it.
     So a send ends where its receive does, if that is earlier than the sender's own record. A collective begins when the last of
@@ -336,7 +337,7 @@ def merged(shares: Sequence[Share], plan: Plan, program: Program, cluster_name: 
     return Trace(
         plan=plan,
         cluster=cluster_name,
-        origin="measured",
+        origin=origin,
         iteration_s=max(span.end_s for span in found),
         lanes={lane.name: lane.devices for lane in program.lanes},
         spans=tuple(found),

@@ -75,6 +75,10 @@ class Settings:
     """Whether layers are compiled by torch.compile."""
     quiet: bool = False
     """Whether no line is printed for each step."""
+    pace: Path | None = None
+    """A pace file (`sim.spec.pace`): each instruction waits to take as long as it says; None for the device's own time."""
+    testbed: str | None = None
+    """The testbed (`runtime.testbed`) in whose namespaces the workers run; None for the machine's own network."""
     results: Path | None = None
     """The folder that the measured trace and the figures are written to (`runtime.results`); None for none."""
 
@@ -102,6 +106,9 @@ class Settings:
                 raise InputError(f"{name} is at least 0 and below 1, but got {getattr(self, name)}")
         if not self.epsilon > 0:
             raise InputError(f"epsilon is above 0, but got {self.epsilon}")
+        for name in ("pace", "testbed"):
+            if getattr(self, name) is not None and self.device != "cpu":
+                raise InputError(f"a run with a {name} computes on the cpu, but the device is {self.device}")
         if self.backend == "nccl" and self.device == "cpu":
             raise InputError("backend nccl needs device cuda, but got cpu")
         if self.checkpoints is None and (self.resume or self.checkpoint_every or self.keep_checkpoints):

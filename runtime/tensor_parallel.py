@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from runtime.collectives import MAX, Pending, all_gather, all_reduce, reduce_scatter
+from runtime.pacer import Pacer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class TensorGroup:
     degree: int
     process_group: dist.ProcessGroup | None
     sequence_parallel: bool = False
+    pacer: Pacer | None = None
+    """What keeps the rank at the pace of a device that is emulated, also between collectives; None for the device's own pace."""
+
+    def begun(self, begin: Callable[[], Pending]) -> Pending:
+        """The work of a collective of the group, which it begins."""
+        return begin() if self.pacer is None else self.pacer.collective(begin)
 
     @property
     def scatters(self) -> bool:
@@ -60,9 +67,9 @@ def _sum(x: torch.Tensor, group: TensorGroup) -> Begun:
     """The sum of the ranks' tensors, begun; with sequence parallelism this rank's rows of it. Overwrites `x` without it."""
     x = x.contiguous()
     if not group.scatters:
-        return x, all_reduce(x, group.process_group)
+        return x, group.begun(lambda: all_reduce(x, group.process_group))
     rows = x.new_empty(x.shape[0] // group.degree, *x.shape[1:])
-    return rows, reduce_scatter(rows, x, group.process_group)
+    return rows, group.begun(lambda: reduce_scatter(rows, x, group.process_group))
 
 
 def _gather(x: torch.Tensor, group: TensorGroup) -> Begun:
@@ -70,7 +77,7 @@ def _gather(x: torch.Tensor, group: TensorGroup) -> Begun:
     if not group.scatters:
         return x, None
     whole = x.new_empty(x.shape[0] * group.degree, *x.shape[1:])
-    return whole, all_gather(whole, x.contiguous(), group.process_group)
+    return whole, group.begun(lambda: all_gather(whole, x.contiguous(), group.process_group))
 
 
 def _ended(begun: Begun) -> torch.Tensor:
@@ -265,11 +272,11 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> torch.Tensor:
         wide_SBV = logits_SBV.to(_wide(logits_SBV))
         maximum_SB = wide_SBV.amax(-1)
-        all_reduce(maximum_SB, group.process_group, MAX).wait()
+        group.begun(lambda: all_reduce(maximum_SB, group.process_group, MAX)).wait()
         target_SB = wide_SBV.gather(-1, column_SB[..., None])[..., 0] - maximum_SB
         sum_SB = (wide_SBV - maximum_SB[..., None]).exp_().sum(-1)
         both_2SB = torch.stack((sum_SB, target_SB.masked_fill(~here_SB, 0.0)))
-        all_reduce(both_2SB, group.process_group).wait()
+        group.begun(lambda: all_reduce(both_2SB, group.process_group)).wait()
         log_SB = both_2SB[0].log()
         ctx.save_for_backward(logits_SBV, maximum_SB + log_SB, column_SB, here_SB)
         return (log_SB - both_2SB[1]).sum()

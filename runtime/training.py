@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,15 +26,18 @@ from runtime.launch import ranked_devices, use_interface_to
 from runtime.messages import Messages
 from runtime.model import ModelPart
 from runtime.optimizer import Initial, Optimizer, StepFacts
+from runtime.pacer import Lateness, Pacer
 from runtime.parameters import Parameter, Section, initial_values, model_parameters, rows_of
 from runtime.peak import gpu_kind_name, memory_peak_bytes, peak_flop_per_s, start_memory_watch
 from runtime.recorder import WARM_UP, Clocks, Recorder, choose_step, gather_trace, measure_offsets
 from runtime.results import RunResult, write_result
 from runtime.settings import DTYPES, Settings, check_runnable
 from runtime.tensor_parallel import DeferredWeights
+from runtime.testbed import device_places, find
 from runtime.watch import Watch
 from runtime.world import Connections, World, lane_ranks
 from sim.spec.counts import model_flop
+from sim.spec.pace import read_pace
 from sim.spec.plan import LayerRange, Plan, Stage
 from sim.spec.program import Lane
 from sim.spec.reading import InputError
@@ -77,9 +82,12 @@ class Trainer:
             if is_sharded(plan, lane, layers):
                 sections[layers].release()
         self.recorder = Recorder(world.device)
+        self.pacer: Pacer | None = None
+        if settings.pace is not None:
+            self.pacer = Pacer(read_pace(settings.pace, plan, world.program).seconds[world.device_name])
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
-        group = world.tensor_group(plan.sequence_parallel)
+        group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
         parts = {
             layers: ModelPart(
@@ -113,6 +121,7 @@ class Trainer:
             self.recorder,
             watch,
             deferred,
+            self.pacer,
         )
 
     def prepare(self) -> None:
@@ -234,6 +243,9 @@ def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, setting
             )
 
 
+LATE = 0.005
+"""How late all instructions together may be, as a share of their pace, before a run is said not to keep it."""
+
 LEAST_START_S = 60.0
 """The least time that workers have to find one another."""
 
@@ -296,7 +308,8 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     _agree(problem)
     _compare({"plan": plan.to_json(), **{name: getattr(settings, name) for name in _SHARED_SETTINGS}})
     start_memory_watch()
-    connections = Connections(device, settings.chosen_backend, settings.timeout_s)
+    places = None if settings.testbed is None else device_places(find(settings.testbed), ranked_devices(plan))
+    connections = Connections(device, settings.chosen_backend, settings.timeout_s, places)
     connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
     world = World(plan, program, connections)
     chosen = _together(world, lambda: _chosen_checkpoint(world, settings))
@@ -309,7 +322,9 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     _compare({"size of the data": trainer.tokens})
     trainer.prepare()
     kind = _kind(device)
-    peak, measured = _peak(world, settings.precision or plan.precision, kind)
+    peak, measured = None, False  # of a device that is emulated the peak is the cluster's
+    if settings.pace is None:
+        peak, measured = _peak(world, settings.precision or plan.precision, kind)
     run = _Run(trainer, watch, done, peak, measured, kind)
     run.train()
 
@@ -328,7 +343,7 @@ START_TOGETHER_S = 0.2
 
 _SHARED_SETTINGS = (
     *("steps", "device", "precision", "seed", "learning_rate", "final_rate", "rate_schedule", "warm_up_steps", "weight_decay"),
-    *("beta1", "beta2", "epsilon", "clip_norm", "token_type", "checkpoint_every", "resume", "backend", "compile"),
+    *("beta1", "beta2", "epsilon", "clip_norm", "token_type", "checkpoint_every", "resume", "backend", "compile", "testbed"),
 )
 """What all workers must have been told alike; folders may have other names on other machines."""
 
@@ -466,8 +481,12 @@ class _Run:
         began = measure_offsets(self.world.control)
         self._synchronise()
         watch.phase = "training"
+        if trainer.pacer is not None:
+            trainer.pacer.go_first()
         before_s = time.perf_counter()
         for step in range(self.done, settings.steps):
+            if trainer.pacer is not None and step == self.done + min(WARM_UP, (settings.steps - self.done) // 2):
+                trainer.pacer.forget()
             facts = trainer.step(step)
             self._wait_for_device()
             now_s = time.perf_counter()
@@ -483,6 +502,8 @@ class _Run:
                 self._synchronise()
             before_s = time.perf_counter()
         watch.phase = "ending"
+        if trainer.pacer is not None:
+            self._warn_of(trainer.pacer.lateness)
         self._save_weights()
         self._leave_results(Clocks(began, measure_offsets(self.world.control)))
 
@@ -512,7 +533,7 @@ class _Run:
             self._tell(
                 f"peak of all workers: {sum(peaks.values()) / 1e9:,.0f} GFLOP/s, measured with matmuls; MFU is relative to it"
             )
-        elif not peaks:
+        elif not peaks and self.settings.pace is None:
             self._tell("the peak FLOP/s of these devices is not known, so there is no MFU")
         if self.done:
             self._tell(f"resumed after step {self.done}, at sample {self.trainer.consumed}")
@@ -531,6 +552,22 @@ class _Run:
             f"step {step + 1:>{len(str(settings.steps))}}/{settings.steps}  loss {facts.loss:8.5f}  gradient norm "
             f"{facts.gradient_norm:8.4f}  {step_s * 1e3:9.1f} ms  {tokens / step_s:10,.0f} tokens/s{mfu}{skipped}"
         )
+
+    def _warn_of(self, own: Lateness) -> None:
+        """Nothing; has the first rank warn where the mathematics took longer than the pace. All ranks call it."""
+        everyone: list[Any] = [(self.world.device_name, own)]
+        if self.world.control is not None:
+            everyone = [None] * len(self.world.everyone)
+            dist.all_gather_object(everyone, (self.world.device_name, own), group=self.world.control)
+        late_s, paced_s = (sum(getattr(found, name) for _, found in everyone) for name in ("late_s", "paced_s"))
+        if self.first and late_s > LATE * paced_s:
+            device, worst = max(everyone, key=lambda entry: entry[1].worst_s)
+            print(
+                f"warning: the mathematics of all instructions took {100 * late_s / paced_s:.3g} % longer than their pace, "
+                f"{worst.key} on {device} once {worst.worst_s * 1e3:.3g} ms: this machine is too slow, or too busy, for it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # --- What stays --------------------------------------------------------------------------------------------------
 
@@ -571,6 +608,7 @@ class _Run:
             step=kept[choose_step([self.step_s[step - self.done] for step in kept], left_out)],
             peak_bytes=memory_peak_bytes(world.device),
             process_group=world.control,
+            origin="measured" if settings.pace is None else "paced",
         )
         if trace is None:
             return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from runtime.launch import ranked_devices
 from runtime.parameters import share
+from runtime.rings import use_ring
 from runtime.tensor_parallel import TensorGroup
 from runtime.watch import control_timeout_s
 from sim.spec.plan import Plan
@@ -32,9 +33,13 @@ class Connections:
     With NCCL each pair of devices that exchange messages has a communicator for each direction besides, so that no message
     waits behind one that goes the other way. The control groups, of what is not an iteration's, wait longer than those of
     messages: to draw weights or to save them takes some workers longer than others. Who has died is seen at once all the same.
+    With `places`, of each rank its place in the network, gloo's collectives go round rings in their order (`runtime.rings`).
     """
 
-    def __init__(self, device: torch.device, backend: str = "gloo", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, device: torch.device, backend: str = "gloo", timeout_s: float = 60.0, places: Sequence[Any] | None = None
+    ) -> None:
+        self._places = places
         self.device, self.backend, self.timeout_s = device, backend, timeout_s
         self.rank = dist.get_rank()
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
@@ -57,6 +62,8 @@ class Connections:
         for members in sorted({*reductions, *ranks.values(), everyone}):
             if members not in self._groups and len(members) > 1:
                 self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
+                if group is not None and self.backend == "gloo" and self._places is not None:
+                    use_ring(group, [self._places[rank] for rank in members])
                 if group is not None and self.backend == "nccl":
                     # A communicator is made at its first use, by all members at once: here, and not where one may be busy.
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
