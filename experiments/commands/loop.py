@@ -1,0 +1,253 @@
+"""`motley loop`: plan, run the best plans, calibrate, plan again, until the runs come in the order that was predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from experiments.commands.options import (
+    Budget,
+    ClusterFile,
+    GlobalBatch,
+    ModelName,
+    Precision,
+    Seed,
+    SequenceLength,
+    budget_s,
+    files_behind,
+    read_job,
+    whole_number,
+)
+from experiments.commands.run import needing_torch, run_told
+from experiments.exits import NO_ANSWER, tell_error
+from experiments.output import check_folder, console
+from experiments.pacing import pace, write_pace
+from experiments.progress import search_progress
+from experiments.tables import per_cent, plan_title, seconds
+from partition.search import plan as search_plan
+from sim.calibrate import NEEDED_PLANS, Calibrated, calibrate
+from sim.engine import simulate
+from sim.simulation import simulation
+from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
+from sim.spec.job import Job
+from sim.spec.pace import plan_digest
+from sim.spec.plan import Plan, read_plan
+from sim.spec.reading import InputError, read_text, write_file
+from sim.spec.trace import read_trace, trace_json
+
+PLANNERS = ("motley", "flashflex", "megatron", "uniform-grid")
+"""Who searches, one after the other, until there are plans enough of different shapes."""
+
+SAME = 0.02
+"""Plans whose measured times differ by no more than this fraction may come in either order."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A plan of a round: what was predicted when it was chosen, and what it took."""
+
+    plan: Plan
+    predicted_s: float
+    measured_s: float
+
+
+def loop(
+    cluster: ClusterFile,
+    model: ModelName,
+    global_batch: GlobalBatch,
+    data: Annotated[
+        str, typer.Option("--data", metavar="DATA", help="text:FILE, text:FOLDER (tokens are bytes), or tokens:FILE.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The folder of it all; what is there already is not done again.")
+    ],
+    sequence_length: SequenceLength = None,
+    precision: Precision = "fp32",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="What each worker computes on: cpu or cuda.")] = "cpu",
+    devices: Annotated[str, typer.Option("--devices", metavar="NAME", help="real, or paced: as motley run.")] = "real",
+    paced_as: Annotated[
+        Path | None,
+        typer.Option(
+            "--paced-as",
+            metavar="FILE",
+            help="The cluster whose speeds paced devices have; by default that of --cluster.",
+            show_default=False,
+        ),
+    ] = None,
+    testbed: Annotated[
+        str | None,
+        typer.Option("--testbed", metavar="NAME", help="Run in this testbed (motley testbed up).", show_default=False),
+    ] = None,
+    plans: Annotated[int, typer.Option("--plans", metavar="N", parser=whole_number(2), help="Plans to run in each round.")] = 4,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", parser=whole_number(1), help="Rounds at most.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=whole_number(4), help="Steps of each run.")] = 8,
+    budget: Budget = "10s",
+    seed: Seed = 0,
+) -> None:
+    """Plan, run the best plans, calibrate, plan again.
+
+    Ends when the plans of a round come in the order that was predicted
+    (those within 2 % may come in any) and enough have run to calibrate, or
+    after --rounds. Prints a table
+    for each round; DIR has every plan, trace and calibrated cluster, and at
+    the end plan.json, the fastest that ran. See docs/calibrate.md.
+
+    Example:
+
+      motley loop --cluster examples/testbeds/two-sites.yaml \\
+        --model examples/models/tiny-llama.json --global-batch 16 \\
+        --seq-len 64 --data text:examples --testbed two-sites \\
+        --devices paced --out results/loop
+    """
+    limit_s = budget_s(budget)
+    if devices not in ("real", "paced"):
+        raise InputError(f"--devices is real or paced, but got {devices!r}")
+    if paced_as is not None and devices != "paced":
+        raise InputError("--paced-as is of paced devices; say --devices paced")
+    check_folder("--out", out)
+    first = read_cluster(cluster)
+    truth = read_cluster(paced_as) if paced_as is not None else first
+    job = read_job(model, global_batch, sequence_length, precision)
+    with needing_torch("loop"):
+        from runtime.settings import Settings
+    settings = Settings(steps=steps, data=data, device=device, seed=seed, quiet=True, testbed=testbed)
+    _check_same(out, first, job, settings, devices, truth, [cluster, *files_behind(first, model)])
+    screen, current = console(), first
+    fastest: _Ran | None = None
+    for number in range(1, rounds + 1):
+        folder = out / f"round-{number}"
+        chosen = _chosen(folder, current, job, plans, limit_s, seed + number - 1)
+        if not chosen:
+            tell_error(f"round {number}: no feasible plan was found within {budget}: give more time with --budget")
+            raise typer.Exit(NO_ANSWER)
+        ran = []
+        for one in chosen:
+            trace_file = out / "runs" / f"{_short(one)}.json"
+            if not trace_file.is_file():
+                _run(one, trace_file, settings, current, truth if devices == "paced" else None)
+            trace = read_trace(trace_file)
+            ran.append(_Ran(one, simulate(one, current).iteration_s, trace.iteration_s))
+        fastest = min([*ran, *([fastest] if fastest is not None else [])], key=lambda one: one.measured_s)
+        tau, pairs = agreement(ran)
+        screen.print(_table(number, ran))
+        told = "no two differ by more" if tau is None else f"Kendall's tau {tau:.2f} over {pairs} pairs that differ by more"
+        screen.print(f"round {number}: {told} than {per_cent(SAME, 0)}", soft_wrap=True, markup=False)
+        found = _calibrated(folder, out, first, seed)
+        if found is not None:
+            current = found
+        screen.print()
+        if tau in (None, 1.0) and found is not None:
+            screen.print("the order is as predicted")
+            break
+    assert fastest is not None
+    for name, text in (("plan.json", fastest.plan.to_json()), ("calibrated.yaml", cluster_yaml(current))):
+        write_file(out / name, text, replace=True)
+    screen.print(
+        f"wrote {out / 'plan.json'}, {seconds(fastest.measured_s)} as measured, and {out / 'calibrated.yaml'}", markup=False
+    )
+
+
+def _short(plan: Plan) -> str:
+    """A name for a plan, of which another has another."""
+    return plan_digest(plan).removeprefix("sha256:")[:16]
+
+
+def agreement(ran: Sequence[_Ran]) -> tuple[float | None, int]:
+    """Kendall's tau of predicted and measured times over the pairs measured to differ by more than SAME; None without any."""
+    signs = []
+    for i, one in enumerate(ran):
+        for other in ran[:i]:
+            if abs(one.measured_s - other.measured_s) > SAME * min(one.measured_s, other.measured_s):
+                signs.append(1.0 if (one.measured_s > other.measured_s) == (one.predicted_s > other.predicted_s) else -1.0)
+    return (sum(signs) / len(signs), len(signs)) if signs else (None, 0)
+
+
+def _check_same(
+    out: Path, cluster: Cluster, job: Job, settings: object, devices: str, truth: Cluster, inputs: Sequence[Path]
+) -> None:
+    """Nothing; notes in the folder what the loop is of. Raises InputError where it is that of another."""
+    facts = {
+        "cluster": cluster_yaml(cluster),
+        "job": job.summary,
+        "settings": str(settings),
+        "devices": devices,
+        "paced_as": cluster_yaml(truth),
+    }
+    path = out / "loop.json"
+    if path.is_file():
+        known = json.loads(read_text(path))
+        for key, value in facts.items():
+            if known.get(key) != value:
+                raise InputError(f"--out: {out} has a loop of another {key.replace('_', ' ')}; take another folder")
+        return
+    for read in inputs:
+        if path.resolve() == read.resolve():
+            raise InputError(f"--out: {path} is read by this command, and would be overwritten")
+    write_file(path, json.dumps(facts, indent=1) + "\n")
+
+
+def _chosen(folder: Path, cluster: Cluster, job: Job, count: int, limit_s: float, seed: int) -> list[Plan]:
+    """The plans of a round: those in its folder, or else the best of each shape that searches find, which go there."""
+    known = sorted(folder.glob("plan-*.json"))
+    if known:
+        return [read_plan(path) for path in known]
+    found: dict[str, Plan] = {}
+    for planner in PLANNERS:
+        with search_progress(limit_s) as progress:
+            result = search_plan(cluster, job, planner, simulation(cluster, job, seed), limit_s, seed, progress)
+        found |= {_short(plan): plan for plan in (result.plan, *(plan for plan, _ in result.others)) if plan is not None}
+        if len(found) >= count:
+            break
+    chosen = sorted(found.values(), key=lambda plan: simulate(plan, cluster).iteration_s)[:count]
+    for i, plan in enumerate(chosen):
+        write_file(folder / f"plan-{i + 1:02d}.json", plan.to_json())
+    return chosen
+
+
+def _run(plan: Plan, trace_file: Path, settings: object, cluster: Cluster, truth: Cluster | None) -> None:
+    """Nothing; runs a plan, on paced devices as fast as those of `truth` if it is given, and writes its trace."""
+    from dataclasses import replace
+
+    from runtime.settings import Settings
+
+    assert isinstance(settings, Settings)
+    with TemporaryDirectory(prefix="motley-loop-") as place:
+        path = Path(place) / "plan.json"
+        write_file(path, plan.to_json())
+        if truth is not None:
+            settings = replace(settings, pace=write_pace(pace(plan, truth), Path(place) / "pace.json"))
+        told = run_told(path, plan, settings, None, cluster)
+    write_file(trace_file, trace_json(told.trace), replace=True)
+
+
+def _calibrated(folder: Path, out: Path, cluster: Cluster, seed: int) -> Cluster | None:
+    """The cluster fitted to all runs so far, which goes to the round's folder; None where there are too few."""
+    path = folder / "calibrated.yaml"
+    if path.is_file():
+        return read_cluster(path)
+    runs = [(str(file), read_trace(file)) for file in sorted((out / "runs").glob("*.json"))]
+    if len(runs) < NEEDED_PLANS:
+        return None
+    found: Calibrated = calibrate(cluster, runs, seed=seed)
+    write_file(path, cluster_yaml(found.cluster))
+    return found.cluster
+
+
+def _table(number: int, ran: Sequence[_Ran]) -> Table:
+    """The plans of a round, in the order that was predicted."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(f"round {number}", overflow="fold")
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in sorted(ran, key=lambda one: one.predicted_s):
+        error = f"{(one.predicted_s / one.measured_s - 1) * 100:+.1f} %"
+        title = " ".join(plan_title(one.plan).split())
+        table.add_row(f"{_short(one.plan)[:8]} {title}", seconds(one.predicted_s), seconds(one.measured_s), error)
+    return table
