@@ -10,8 +10,8 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from experiments.parallel import check_interrupt, in_processes
 from partition.search import DEFAULT_BUDGET_S, Result, Search, plan, planner_named
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.judge import Cost, Infeasible
+from sim.spec.judge import Cost, Infeasible, Verdict
 from sim.spec.plan import Plan, parse_plan
 from sim.spec.reading import InputError, write_file
 from sim.spec.version import VERSION
@@ -99,13 +99,26 @@ def run_cell(cell: Cell) -> Outcome:
         judge = judge_named(cell.judge)(cell.cluster, cell.job, cell.seed)
         result = plan(cell.cluster, cell.job, cell.planner, judge, cell.budget_s, cell.seed, history)
     except Exception as error:
-        told = " ".join(str(error).split())
+        told = error_text(error)
         if isinstance(error, InputError) and not history.asked:
             return Outcome(cell, None, refusal=told)
-        return Outcome(cell, None, told if isinstance(error, InputError) else f"{type(error).__name__}: {told}")
+        return Outcome(cell, None, told)
     if result.cost is not None:
         history.note(result.cost.iteration_s)
     return Outcome(cell, result, history=tuple(history.steps))
+
+
+def error_text(error: Exception) -> str:
+    """What a row says of an error, on one line: the words of a user's mistake, and before others' the kind of the error."""
+    told = " ".join(str(error).split())
+    return told if isinstance(error, InputError) else f"{type(error).__name__}: {told}"
+
+
+def judged(name: str, plan: Plan, verdict: Verdict) -> Result:
+    """The verdict on a plan that was not searched for, in the form of a search's result."""
+    if isinstance(verdict, Infeasible):
+        return Result(name, None, None, verdict, 1, 0.0, "finished")
+    return Result(name, plan, verdict, None, 1, 0.0, "finished")
 
 
 @dataclass
@@ -170,7 +183,12 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner, judge, budget, seed, version."""
-    return sha256(f"{VERSION} {cell!r}".encode()).hexdigest()[:16]
+    others = [repr(getattr(cell, part.name)) for part in fields(cell) if part.name != "cluster"]
+    return sha256(" ".join([VERSION, _cluster_text(cell.cluster), *others]).encode()).hexdigest()[:16]
+
+
+_cluster_text = lru_cache(maxsize=256)(repr)
+"""All of a cluster as text, written once for all its cells: with a thousand GPUs it takes milliseconds."""
 
 
 def _kept_file(cell: Cell, folder: Path) -> Path:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from experiments.comparison import Cell, Outcome
+from experiments.comparison import Cell, Outcome, judged
 from experiments.judges import judge_named
-from partition.search import Result
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.job import Job
 from sim.spec.judge import Infeasible, Verdict
@@ -69,7 +68,7 @@ def judge_peer(peer: Peer, cluster: Cluster, judge: str = "simulate", seed: int 
         remark = MEMORY_IGNORED
         verdict = maker(with_endless_memory(cluster), job, seed)(plan)
     cell = Cell(cluster, job, peer.name, judge, seed=seed)
-    return Outcome(cell, _result(peer.name, plan, verdict), remark=remark, fits=remark != MEMORY_IGNORED)
+    return Outcome(cell, judged(peer.name, plan, verdict), remark=remark, fits=remark != MEMORY_IGNORED)
 
 
 def _lacks_memory(verdict: Verdict) -> bool:
@@ -81,10 +80,3 @@ def with_endless_memory(cluster: Cluster) -> Cluster:
     """The cluster with GPUs that every plan fits on."""
     nodes = tuple(replace(node, gpu=replace(node.gpu, memory_bytes=ENDLESS_BYTES)) for node in cluster.nodes)
     return replace(cluster, nodes=nodes)
-
-
-def _result(name: str, plan: Plan, verdict: Verdict) -> Result:
-    """The verdict in the form of a search's result; the search itself was another's, and its seconds are not ours."""
-    if isinstance(verdict, Infeasible):
-        return Result(name, None, None, verdict, 1, 0.0, "finished")
-    return Result(name, plan, verdict, None, 1, 0.0, "finished")
