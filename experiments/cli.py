@@ -10,11 +10,20 @@ from typing import Annotated
 
 import typer
 
+from experiments.commands.bench import bench
+from experiments.commands.calibrate import calibrate
 from experiments.commands.compare import compare
 from experiments.commands.demo import demo
+from experiments.commands.discover import discover
+from experiments.commands.explain import explain
+from experiments.commands.export import export
+from experiments.commands.loop import loop
 from experiments.commands.plan import plan
+from experiments.commands.report import report
 from experiments.commands.run import run as run_command
 from experiments.commands.simulate import simulate
+from experiments.commands.sweep import sweep
+from experiments.commands.testbed import testbed
 from experiments.commands.validate import validate
 from experiments.exits import BAD_INPUT, FAILED, INTERRUPTED, tell_error
 from sim.spec.reading import InputError
@@ -35,8 +44,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, simulate, compare, run_command, validate, demo):
+for command in (
+    plan,
+    simulate,
+    compare,
+    bench,
+    calibrate,
+    loop,
+    sweep,
+    run_command,
+    validate,
+    demo,
+    explain,
+    export,
+    discover,
+    report,
+):
     app.command()(command)
+app.add_typer(testbed, name="testbed")
 
 
 def _tell_version(wanted: bool) -> None:

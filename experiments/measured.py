@@ -71,7 +71,9 @@ def run_report(result: RunResult, cluster: Cluster | None, device: str, through_
     cluster does not have.
     """
     plan = result.trace.plan
-    stands_in = cluster is None or (device == "cpu" and not all(is_cpu(cluster.device(name).gpu) for name in plan.devices))
+    emulated = cluster is not None and result.trace.origin == "paced"
+    on_cpus = cluster is not None and all(is_cpu(cluster.device(name).gpu) for name in plan.devices)
+    stands_in = cluster is None or (device == "cpu" and not on_cpus and not emulated)
     why_not = None
     if cluster is None or stands_in:
         try:
@@ -79,7 +81,7 @@ def run_report(result: RunResult, cluster: Cluster | None, device: str, through_
         except InputError as error:
             why_not = str(error)
             cluster = _names_alone(plan, result)
-    elif device == "cpu":
+    elif device == "cpu" and not emulated:
         cluster = with_measured_peaks(cluster, plan, result)
     trace = _as_median(result)
     measured = report(trace, cluster, wall_s)

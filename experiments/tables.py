@@ -12,12 +12,16 @@ from rich.text import Text
 
 from experiments.agreement import MEMORY, TIME, FitCheck, fit_summary, summary
 from experiments.alternatives import Alternative
+from experiments.explain import Effect, Explanation, OneMore
 from experiments.measured import RunReport
+from experiments.repeats import Spread
 from partition.objective import Outlay
 from partition.search import Result
-from sim.metrics import Report
+from sim.critical import CriticalPath, Share
+from sim.metrics import Report, Training
 from sim.spec.cluster import Cluster
 from sim.spec.compile import lane_name
+from sim.spec.judge import Infeasible
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.trace import short_devices
 
@@ -123,7 +127,7 @@ def timeline_title(plan: Plan, report: Report) -> str:
 
 def run_titles(told: RunReport) -> tuple[str, str]:
     """What the two pictures of a run's iteration show: the measured one on two lines, the simulated one on one."""
-    measured = f"{plan_title(told.result.trace.plan)}\n{_iteration_title('measured', told.measured)}"
+    measured = f"{plan_title(told.result.trace.plan)}\n{_iteration_title(told.trace.origin, told.measured)}"
     if told.simulated is None:
         return measured, ""
     difference = _difference(told.measured.iteration_s, told.simulated.iteration_s)
@@ -246,7 +250,35 @@ def report_table(report: Report, plan: Plan, cluster: Cluster) -> Table:
     table.add_row("bubble", per_cent(report.bubble), used, per_cent(report.mfu_used))
     spent = f"cost of an iteration, all {len(cluster.devices)} GPUs"
     table.add_row("energy", energy(report.energy_j), spent, money(report.dollars))
+    if (interval := report.iteration_interval_s) is not None and (calibration := cluster.calibration) is not None:
+        told = f"expected in {per_cent(calibration.coverage, 0)} of runs"
+        table.add_row("interval", f"{seconds(interval[0])} to {seconds(interval[1])}", told, "")
     return table
+
+
+def training_line(training: Training, devices: int) -> str:
+    """What a whole training takes, on one line."""
+    spent = ", no price known" if training.dollars is None else f", {money(training.dollars)}"
+    used = "" if training.energy_kwh is None else f", {_digits(training.energy_kwh)} kWh"
+    return (
+        f"training on {training.tokens:.4g} tokens: {training.iterations:,} iterations, {_digits(training.days)} days"
+        f"{spent}{used} (all {devices} devices)"
+    )
+
+
+def spread_line(spread: Spread) -> str:
+    """The iterations of several runs, on one line."""
+    times = spread.iteration_s
+    return (
+        f"{len(times)} runs on devices whose speeds differ by {per_cent(spread.jitter, 1)}: iteration {seconds(spread.median_s)} "
+        f"(median), {seconds(min(times))} to {seconds(max(times))}, standard deviation "
+        f"{per_cent(spread.standard_deviation_s / spread.median_s)}; the figures above are of the run in the middle"
+    )
+
+
+def _digits(value: float) -> str:
+    """A number with three digits, and more where it is large."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # --- A search --------------------------------------------------------------------------------------------------------
@@ -343,7 +375,7 @@ def run_table(told: RunReport) -> Table:
     plan, measured, simulated = told.result.trace.plan, told.measured, told.simulated
     table = _table()
     table.add_column("", no_wrap=True)
-    for heading in ("measured", "simulated", "difference")[: 3 if simulated is not None else 1]:
+    for heading in (told.trace.origin, "simulated", "difference")[: 3 if simulated is not None else 1]:
         table.add_column(heading, justify="right", no_wrap=True)
     fullest = max(plan.devices, key=lambda name: _fullness(told, name))
     rows: dict[str, tuple[Callable[[Report], float | None], Callable[[float | None], str]]] = {
@@ -359,6 +391,10 @@ def run_table(told: RunReport) -> Table:
         if simulated is not None:
             row += [shown(measure(simulated)), _difference(measure(measured), measure(simulated))]
         table.add_row(*row)
+        if heading == "iteration" and simulated is not None and (interval := simulated.iteration_interval_s) is not None:
+            inside = interval[0] <= (measured.iteration_s or 0.0) <= interval[1]
+            shown_interval = f"{seconds(interval[0])} to {seconds(interval[1])}"
+            table.add_row("  expected between", "", shown_interval, "inside" if inside else "outside")
     return table
 
 
@@ -376,6 +412,109 @@ def _difference(measured: float | None, simulated: float | None) -> str:
     if not measured or simulated is None:
         return "-"
     return f"{(simulated - measured) / measured * 100:+.1f} %"
+
+
+# --- An explanation --------------------------------------------------------------------------------------------------
+
+MOST_SHARES = 12
+"""Rows of a critical path; what is left is told together."""
+
+
+def path_table(path: CriticalPath, plan: Plan, cluster: Cluster) -> Group:
+    """One row per cause and place of a critical path, the longest first, with the seconds in which the busiest lane waits."""
+    table = _table()
+    for heading in ("cause", "where"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("seconds", "share\n%", "bubble\ns"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    kinds = {
+        lane_name(p, s, r, len(plan.pipelines[p].stages[s].replicas)): _kinds(replica.devices, cluster)
+        for p, s, r, replica in plan.replicas()
+    }
+    shown = path.shares if len(path.shares) <= MOST_SHARES else path.shares[: MOST_SHARES - 1]
+    rest = path.shares[len(shown) :]
+    for share in shown:
+        where = f"{share.place} ({kinds[share.place]})" if share.place in kinds else share.place
+        table.add_row(f"{share.cause}: {share.activity}", where, *_path_figures([share], path.iteration_s))
+    if rest:
+        table.add_row(f"{len(rest)} shorter ones", "", *_path_figures(rest, path.iteration_s))
+    return _titled("The critical path", table)
+
+
+def _path_figures(shares: Sequence[Share], iteration_s: float) -> tuple[str, str, str]:
+    """Seconds, share of the iteration and bubble of some parts of a path together."""
+    spent_s, bubble_s = sum(share.seconds for share in shares), sum(share.bubble_s for share in shares)
+    return seconds(spent_s), f"{spent_s / iteration_s * 100:.1f}", seconds(bubble_s) if bubble_s > 1e-9 * iteration_s else "-"
+
+
+def path_line(path: CriticalPath) -> str:
+    """What a critical path is made of, on one line."""
+    causes = {cause: spent_s for cause, spent_s in path.seconds_by_cause.items() if spent_s > 0}
+    parts = ", ".join(f"{cause} {per_cent(spent_s / path.iteration_s, 1)}" for cause, spent_s in causes.items())
+    bubble = sum(share.bubble_s for share in path.shares) / path.iteration_s
+    return f"in all: {parts}; the busiest lane, {path.busiest_lane}, waits for {per_cent(bubble, 1)} of it (bubble)"
+
+
+MOST_EFFECTS, MOST_REFUSED = 16, 6
+"""Rows of the changes that can be made, and lines of those that cannot; the JSON file has all."""
+
+
+def effects_table(told: Explanation) -> Group:
+    """One row per change, those that save most first, with its iteration; below, those that cannot be made."""
+    table = _table()
+    table.add_column("change", overflow="fold")
+    for heading in ("iteration", "saves", "saves\n%"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    now_s = told.trace.iteration_s
+    made = [(effect, effect.iteration_s) for effect in told.effects if effect.iteration_s is not None]
+    refused = [effect for effect in told.effects if effect.iteration_s is None]
+    # Of many, those in the middle change least.
+    least = sorted(range(len(made)), key=lambda i: abs(now_s - made[i][1]))[: max(0, len(made) - MOST_EFFECTS)]
+    for effect, iteration_s in (entry for i, entry in enumerate(made) if i not in least):
+        saved_s = now_s - iteration_s
+        saves = "0 s" if abs(saved_s) < now_s * 5e-7 else seconds(saved_s) if saved_s > 0 else f"-{seconds(-saved_s)}"
+        table.add_row(effect.name, seconds(iteration_s), saves, f"{saved_s / now_s * 100 + 0.0:.2f}")
+    lines = []
+    if least:
+        most = max(abs(now_s - made[i][1]) for i in least)
+        lines.append(f"{len(least)} other changes alter the iteration by {seconds(most)} at most")
+    if told.left_out:
+        lines.append(f"{told.left_out} more stages were not tried, which the path is shorter on")
+    refused.sort(key=lambda effect: effect.group == "recompute")  # of which there may be many
+    lines += [f"not possible: {effect.name}: {_refusal(effect)}" for effect in refused[:MOST_REFUSED]]
+    if len(refused) > MOST_REFUSED:
+        lines.append(f"not possible: {len(refused) - MOST_REFUSED} more, for such reasons")
+    return Group(_titled("What one change would gain, simulated", table), *map(Text, lines))
+
+
+def _refusal(effect: Effect) -> str:
+    """Why a change cannot be made, in short."""
+    reason = effect.why_not
+    if isinstance(reason, Infeasible) and reason.need_bytes is not None and reason.have_bytes is not None:
+        return f"{reason.device} lacks {memory(reason.need_bytes - reason.have_bytes)} of memory"
+    return effect.reason or ""
+
+
+def one_more_table(more: Sequence[OneMore], plan: Plan) -> Group:
+    """One row per kind: the iteration with one GPU of it more, what that gains, and its price beside it."""
+    table = _table()
+    table.add_column("one more", overflow="fold")
+    table.add_column("in node", overflow="fold")
+    for heading in ("iteration", "tokens/s\nmore", "gains\n%", "GPUs\nused", "$/hour", "$/billion\nmore tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    tokens = plan.global_batch * plan.sequence_length
+    for gpu in more:
+        if gpu.after_s is None:
+            table.add_row(gpu.kind, f"{gpu.node}: {gpu.why_not}", *("-",) * 6)
+            continue
+        gained = tokens / gpu.after_s - tokens / gpu.before_s
+        price = gpu.dollars_per_hour
+        per_billion = price / 3600 / gained * 1e9 if price is not None and gained > 0 else None
+        gains = f"{(gpu.before_s / gpu.after_s - 1) * 100:+.2f}"
+        costs = (_dollars(price, 2), _dollars(per_billion, 0))
+        table.add_row(gpu.kind, gpu.node, seconds(gpu.after_s), f"{gained:,.0f}", gains, str(gpu.gpus_used), *costs)
+    before = seconds(more[0].before_s) if more else "-"
+    return _titled(f"What one more GPU is worth, beside the best plan found without it ({before})", table)
 
 
 # --- Predicted beside reported ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,19 @@ class LinkLoad:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What a whole training takes, if each of its iterations is as the one that is reported; of all the cluster's GPUs."""
+
+    tokens: float
+    iterations: int
+    seconds: float
+    days: float
+    dollars: float | None
+    """None where no GPU has a price."""
+    energy_kwh: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The measures of one iteration, or why there is none: then `infeasible` is set and every measure is None.
 
@@ -52,6 +66,8 @@ class Report:
     """
 
     iteration_s: float | None
+    iteration_interval_s: Interval | None = None
+    """Where the cluster is calibrated: between which seconds a run is expected to take, of a prediction."""
     tokens_per_s: float | None
     mfu: float | None
     """Model FLOP without recomputation / (iteration_s x peak FLOP/s of all the cluster's GPUs at the plan's precision)."""
@@ -70,6 +86,12 @@ class Report:
     devices: tuple[DeviceUse, ...] = ()
     """All of the cluster's, in its order."""
     links: tuple[LinkLoad, ...] = ()
+    training: Training | None = None
+    """Where a number of tokens was asked for."""
+
+
+OPTIONAL = ("iteration_interval_s", "training")
+"""What a report's file leaves out where it is None."""
 
 
 def report(trace: Trace, cluster: Cluster, wall_s: float = 0.0, peaks: Mapping[str, float] | None = None) -> Report:
@@ -94,8 +116,10 @@ def report(trace: Trace, cluster: Cluster, wall_s: float = 0.0, peaks: Mapping[s
         for device in cluster.devices
     )
     busy_lane_s = sum(busy_s for busy_s, _, _ in lanes.values())
+    predicted = cluster.calibration if trace.origin == "simulated" else None
     return Report(
         iteration_s=trace.iteration_s,
+        iteration_interval_s=None if predicted is None else predicted.interval_s(trace.iteration_s),
         tokens_per_s=plan.global_batch * plan.sequence_length / trace.iteration_s,
         mfu=_utilisation(flop, trace.iteration_s, peak),
         mfu_used=_utilisation(flop, trace.iteration_s, _peak_flop_per_s(used, plan.precision, peaks)),
@@ -117,6 +141,24 @@ def infeasible_report(infeasible: Infeasible, wall_s: float = 0.0) -> Report:
     return Report(**{**measures, "infeasible": infeasible, "wall_s": wall_s})  # type: ignore[arg-type]
 
 
+def with_training(report: Report, plan: Plan, tokens: float | None) -> Report:
+    """The report with what training on so many tokens takes, the last iteration whole; unchanged where it is not asked for, or
+    where the plan cannot run."""
+    if tokens is None or report.iteration_s is None:
+        return report
+    iterations = math.ceil(tokens / (plan.global_batch * plan.sequence_length))
+    seconds = iterations * report.iteration_s
+    training = Training(
+        tokens=tokens,
+        iterations=iterations,
+        seconds=seconds,
+        days=seconds / 86400,
+        dollars=None if report.dollars is None else iterations * report.dollars,
+        energy_kwh=None if report.energy_j is None else iterations * report.energy_j / 3.6e6,
+    )
+    return dataclasses.replace(report, training=training)
+
+
 def cost(report: Report) -> Cost:
     """The verdict of a report that is not infeasible; a fraction or price that is not known counts 0. Raises ValueError else."""
     if report.infeasible is not None or report.iteration_s is None or report.tokens_per_s is None:
@@ -134,10 +176,15 @@ def cost(report: Report) -> Cost:
     )
 
 
-def cost_report(cost: Cost, wall_s: float = 0.0) -> Report:
-    """The report of a verdict that is no simulation's: without devices and links; a utilisation or price of 0 is not known."""
+def cost_report(cost: Cost, wall_s: float = 0.0, cluster: Cluster | None = None) -> Report:
+    """The report of a verdict that is no simulation's: without devices and links; a utilisation or price of 0 is not known.
+
+    With the cluster it has the interval of one that is calibrated.
+    """
+    predicted = cluster.calibration if cluster is not None else None
     return Report(
         iteration_s=cost.iteration_s,
+        iteration_interval_s=None if predicted is None else predicted.interval_s(cost.iteration_s),
         tokens_per_s=cost.tokens_per_s,
         mfu=cost.mfu or None,
         mfu_used=cost.mfu_used or None,
@@ -156,7 +203,7 @@ def report_json(report: Report) -> str:
     lines = [
         f"  {json.dumps(key)}: {_json_text(value)}"
         for key, value in dataclasses.asdict(report).items()
-        if key not in ("devices", "links")
+        if key not in ("devices", "links") and not (key in OPTIONAL and value is None)
     ]
     for key, entries in (("devices", report.devices), ("links", report.links)):
         rows = [f"    {_json_text(dataclasses.asdict(entry))}" for entry in entries]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,23 @@ def whole_number(minimum: int) -> Callable[[object], int]:
         return number
 
     return parse
+
+
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_TOKENS = re.compile(r"(\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?)\s*([KMBTkmbt]?)")
+MOST_TOKENS = 1e18
+
+
+def token_count(text: object) -> float:
+    """The number of a text such as 1T, 300B or 1e12. Its error names the value, which typer's own does not."""
+    found = _TOKENS.fullmatch(str(text).strip())
+    number = float(found[1].replace(",", "")) * _SCALES[found[2].upper()] if found is not None else math.nan
+    if not 1 <= number <= MOST_TOKENS:
+        raise typer.BadParameter(
+            f"expected a number of tokens from 1 to {MOST_TOKENS:g}, with or without K, M, B (1e9) or T (1e12), such as 300B, "
+            f"but got {str(text)!r}"
+        )
+    return number
 
 
 ClusterFile = Annotated[Path, typer.Option("--cluster", metavar="FILE", help="The cluster, a YAML file.")]
@@ -89,6 +107,16 @@ TraceFile = Annotated[
 ]
 TimelineFile = Annotated[
     Path | None, typer.Option("--timeline", metavar="FILE", help="Draw the timeline: .png, .svg or .pdf.", show_default=False)
+]
+TokenCount = Annotated[
+    float | None,
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        parser=token_count,
+        help="Also tell the days, dollars and energy of a whole training on so many tokens: 1T, 300B, 1e12.",
+        show_default=False,
+    ),
 ]
 ReportFile = Annotated[
     str | None,

@@ -24,6 +24,7 @@ from experiments.commands.options import (
     Seed,
     SequenceLength,
     StackName,
+    TokenCount,
     budget_s,
     files_behind,
     on_stack,
@@ -43,6 +44,7 @@ from experiments.tables import (
     plan_title,
     report_table,
     seconds,
+    training_line,
 )
 from partition import Result
 from partition import plan as search_plan
@@ -50,7 +52,7 @@ from partition.bound import Bound, gap, lower_bound
 from partition.objective import OBJECTIVES, Ledger, Objective, Outlay
 from partition.search import planner_named
 from sim.engine import simulate
-from sim.metrics import Report, cost, infeasible_report, report, report_json
+from sim.metrics import Report, cost, infeasible_report, report, report_json, with_training
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.job import Job
 from sim.spec.reading import InputError
@@ -133,6 +135,7 @@ def plan(
     max_dollars_per_billion_tokens: MaxTokenDollars = None,
     budget: Budget = "30s",
     seed: Seed = 0,
+    tokens: TokenCount = None,
     out: PlanFile = None,
     plot: PlotFile = None,
     json_file: ReportFile = None,
@@ -171,7 +174,7 @@ def plan(
     if result.plan is not None:
         # The judge may be a quick one: what is printed and written is the simulation's.
         trace = simulate(result.plan, where, seed=seed)
-        found = report(trace, where, time.perf_counter() - began)
+        found = with_training(report(trace, where, time.perf_counter() - began), result.plan, tokens)
         files.write("--out", result.plan.to_json())
         if plot is not None:
             title = f"{plan_title(result.plan)}\none iteration of {seconds(found.iteration_s)}"
@@ -247,6 +250,8 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
     files.console.print(report_table(found, result.plan, cluster))
     files.console.print()
     files.say(outlay_line(outlay, result.plan))
+    if found.training is not None:
+        files.say(training_line(found.training, len(cluster.devices)))
     proven = _proven_line(trace, cluster, job)
     if proven is not None:
         files.say(proven)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from experiments.commands.options import (
     Seed,
     StackName,
     TimelineFile,
+    TokenCount,
     TraceFile,
     duration_s,
     errors_about,
@@ -30,10 +32,11 @@ from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
 from experiments.machine import too_large
 from experiments.measured import RunReport, measured_run, run_json
 from experiments.output import STANDARD_OUTPUT, Outputs, check_folder, outputs
+from experiments.pacing import pace, write_pace
 from experiments.parallel import cores
-from experiments.tables import plan_table, run_table, run_titles
+from experiments.tables import plan_table, run_table, run_titles, training_line
 from sim.cost.feasibility import infeasible
-from sim.metrics import infeasible_report, report_json
+from sim.metrics import infeasible_report, report_json, with_training
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan, read_plan
@@ -78,12 +81,29 @@ def run(
         str, typer.Option("--data", metavar="DATA", help="text:FILE, text:FOLDER (tokens are bytes), or tokens:FILE.")
     ],
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="What each worker computes on: cpu or cuda.")] = "cpu",
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="NAME", help="real, or paced: instructions last as long as on --cluster."),
+    ] = "real",
+    pace_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--pace",
+            metavar="FILE",
+            help="The seconds of paced devices; by default, what is simulated for --cluster.",
+            show_default=False,
+        ),
+    ] = None,
+    testbed: Annotated[
+        str | None,
+        typer.Option("--testbed", metavar="NAME", help="Run in this testbed (motley testbed up).", show_default=False),
+    ] = None,
     cluster: Annotated[
         Path | None,
         typer.Option(
             "--cluster",
             metavar="FILE",
-            help="The cluster, for the peak FLOP/s and the simulated report; by default, this machine's devices.",
+            help="The cluster, for peak FLOP/s and the simulated report; by default, the testbed's or this machine's devices.",
             show_default=False,
         ),
     ] = None,
@@ -99,6 +119,7 @@ def run(
         ),
     ] = None,
     seed: Seed = 0,
+    tokens: TokenCount = None,
     token_type: Annotated[
         str, typer.Option("--token-type", metavar="NAME", help="Of tokens:FILE: uint16, uint32, or auto, by the vocabulary.")
     ] = "auto",
@@ -175,13 +196,22 @@ def run(
         --timeline timeline.png --json run.json
     """
     began_s = time.perf_counter()
-    inputs = [plan, *([cluster] if cluster is not None else [])]
+    inputs = [plan, *(path for path in (cluster, pace_file) if path is not None)]
     files = outputs({"--json": json_file, "--trace": trace, "--timeline": timeline}, [*inputs, *_data_files(data)])
     if print_launch and files.paths:
         raise InputError(f"--print-launch starts nothing that {', '.join(files.paths)} could tell of")
     if address is not None and not print_launch:
         raise InputError("--address is where the nodes of --print-launch meet, which was not given")
-    if stack is not None and cluster is None:
+    where_from = testbed_cluster(testbed, cluster)
+    if devices not in ("real", "paced"):
+        raise InputError(f"--devices is real or paced, but got {devices!r}")
+    if devices == "paced" and where_from is None:
+        raise InputError("paced devices are those of a cluster; name it by --cluster, or a testbed by --testbed")
+    if pace_file is not None and devices != "paced":
+        raise InputError("--pace is of paced devices; say --devices paced")
+    if print_launch and (testbed is not None or devices == "paced"):
+        raise InputError("--print-launch is for machines of their own, not for a testbed or paced devices")
+    if stack is not None and where_from is None:
         raise InputError(f"--stack {stack} takes the place of the stack of --cluster, which was not given")
     for flag, folder in (("--checkpoints", checkpoints), ("--save-weights", save_weights)):
         if folder is not None:
@@ -190,7 +220,9 @@ def run(
         from experiments.pictures import check_picture  # matplotlib, only where something is drawn
 
         check_picture("--timeline", timeline)
-    with needing_torch():
+    if testbed is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # in a namespace no address has a host's name, of which torch warns
+    with needing_torch("run"):
         from runtime.launch import launch_lines
         from runtime.settings import Settings, check_runnable, with_model
     settings = Settings(
@@ -216,11 +248,13 @@ def run(
         weights=weights,
         save_weights=save_weights,
         timeout_s=duration_s("timeout", timeout),
+        pace=pace_file,
+        testbed=testbed,
         backend=backend,
         compile=compile,
         quiet=quiet,
     )
-    where = on_stack(read_cluster(cluster), stack) if cluster is not None else None
+    where = on_stack(read_cluster(where_from), stack) if where_from is not None else None
     written = read_plan(plan)
     if model is not None:
         transformer(model)  # whose mistake is not the plan's
@@ -241,26 +275,43 @@ def run(
         for node, line in launch_lines(what, plan, settings, model, address or "HOST"):
             print(f"# on {node}\n{line}")
         return
-    with _standard_output_kept(STANDARD_OUTPUT in files.paths.values()):
+    with _standard_output_kept(STANDARD_OUTPUT in files.paths.values()), TemporaryDirectory(prefix="motley-pace-") as paces:
+        if devices == "paced" and pace_file is None:
+            assert where is not None
+            settings = replace(settings, pace=write_pace(pace(what, where), Path(paces) / "pace.json"))
         told = run_told(plan, what, settings, model, where)
-    told = replace(told, measured=replace(told.measured, wall_s=time.perf_counter() - began_s))
+    measured = with_training(replace(told.measured, wall_s=time.perf_counter() - began_s), what, tokens)
+    simulated = told.simulated and with_training(told.simulated, what, tokens)
+    told = replace(told, measured=measured, simulated=simulated)
     files.write("--trace", trace_json(told.result.trace))
     if timeline is not None:
         files.tell(timeline, draw_run(told, timeline))
     files.write("--json", run_json(told))
     show_run(told, where, files)
+    if told.measured.training is not None:
+        files.say(training_line(told.measured.training, len(told.cluster.devices)))
     files.finish()
 
 
+def testbed_cluster(testbed: str | None, cluster: Path | None) -> Path | None:
+    """The file of the cluster that a run is told on: the one that is named, else the testbed's. Raises InputError."""
+    if testbed is None or cluster is not None:
+        return cluster
+    from runtime.testbed import find
+
+    return find(testbed).cluster_file
+
+
 @contextmanager
-def needing_torch() -> Iterator[None]:
-    """Makes of a missing torch, which only runs need, one line that says how to get it."""
+def needing_torch(command: str) -> Iterator[None]:
+    """Makes of a missing torch, which few commands need, one line that says how to get it."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise InputError("motley run needs torch, which is not installed; pip install 'motley[runtime]' installs it") from None
+        told = f"motley {command} needs torch, which is not installed; pip install 'motley[runtime]' installs it"
+        raise InputError(told) from None
 
 
 def _data_files(data: str) -> list[Path]:
@@ -277,6 +328,8 @@ def _too_large(plan: Plan, cluster: Cluster | None, settings: Settings, here: bo
     if cluster is not None:
         for name in plan.devices:
             cluster.device(name)
+    if settings.pace is not None and cluster is not None:
+        return infeasible(plan, cluster) or too_large(plan)
     if settings.device == "cpu":
         return too_large(plan) if here else None
     return infeasible(plan, cluster) if cluster is not None else None
@@ -355,7 +408,7 @@ def show_run(told: RunReport, cluster: Cluster | None, files: Outputs) -> None:
         files.say(f"MFU and HFU are of the {peak} that the {workers} workers together reached with matmuls alone{shared}")
     if told.stands_in and cluster is not None:
         files.say(f"{cluster.name} has GPUs, and the workers were CPUs: the simulated figures are for the CPUs of this machine")
-    for name, kind in result.device_kinds.items():
+    for name, kind in result.device_kinds.items() if result.trace.origin == "measured" else ():
         if not told.stands_in and told.cluster.device(name).gpu.name != kind and not result.peak_measured:
             tell_error(
                 f"warning: {name} is of kind {told.cluster.device(name).gpu.name} in {told.cluster.name}, but ran on {kind}"

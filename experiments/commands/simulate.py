@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,18 +17,22 @@ from experiments.commands.options import (
     Seed,
     StackName,
     TimelineFile,
+    TokenCount,
     TraceFile,
     errors_about,
     files_behind,
     on_stack,
+    whole_number,
 )
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import outputs
-from experiments.tables import plan_table, report_table, timeline_title
+from experiments.progress import count_progress
+from experiments.repeats import repeated
+from experiments.tables import plan_table, report_table, spread_line, timeline_title, training_line
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate as simulate_plan
-from sim.metrics import cost_report, infeasible_report, report, report_json
+from sim.metrics import cost_report, infeasible_report, report, report_json, with_training
 from sim.spec.cluster import read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.judge import Cost
@@ -37,13 +43,14 @@ from sim.spec.trace import trace_json
 
 
 def _fraction(text: object) -> float:
-    """The number between 0 and 1 of a text; its error names the value, which typer's own does not."""
+    """The number between 0 and 1 of a text such as 3% or 0.03; its error names the value, which typer's own does not."""
+    written = str(text).strip()
     try:
-        number = float(str(text))
+        number = float(written[:-1]) / 100 if written.endswith("%") else float(written)
     except ValueError:
         number = -1.0
     if not 0 <= number <= 1:
-        raise typer.BadParameter(f"expected a number between 0 and 1, but got {str(text)!r}")
+        raise typer.BadParameter(f"expected per cent, such as 3%, or a number between 0 and 1, but got {str(text)!r}")
     return number
 
 
@@ -62,7 +69,16 @@ Jitter = Annotated[
         "--jitter",
         metavar="FRACTION",
         parser=_fraction,
-        help="Standard deviation of the devices' speeds, as a fraction, drawn with --seed.",
+        help="Standard deviation of the devices' speeds, as 3% or 0.03, drawn with --seed.",
+    ),
+]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        "--repeats",
+        metavar="N",
+        parser=whole_number(1),
+        help="Simulate so often, with speeds drawn anew each time, and tell the spread; all else is of the run in the middle.",
     ),
 ]
 
@@ -78,6 +94,8 @@ def simulate(
     judge: JudgeName = "simulate",
     seed: Seed = 0,
     jitter: Jitter = 0.0,
+    repeats: Repeats = 1,
+    tokens: TokenCount = None,
 ) -> None:
     """Simulate one iteration of a plan on a cluster.
 
@@ -99,6 +117,8 @@ def simulate(
         for flag, given in (("--trace", trace is not None), ("--timeline", timeline is not None), ("--jitter", jitter > 0)):
             if given:
                 raise InputError(f"{flag} needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
+    if repeats > 1 and jitter == 0:
+        raise InputError(f"--repeats {repeats} needs --jitter: without it all runs are the same")
     flags = {"--trace": trace, "--timeline": timeline, "--json": json_file, "--program": program}
     files = outputs(flags, inputs=[plan, cluster])
     if timeline is not None:
@@ -127,23 +147,35 @@ def simulate(
         tell_error(f"{plan} is not feasible: {reason.message}" + (f"; {left_out}: nothing was written" if left_out else ""))
         files.finish()
         raise typer.Exit(NO_ANSWER)
+    spread = None
     with errors_about(plan):
         if judge == "simulate":
-            done = simulate_plan(what, where, seed=seed, jitter=jitter)
+            if repeats > 1:
+                done, spread = repeated(what, where, seed, jitter, repeats, partial(count_progress, "runs"))
+            else:
+                done = simulate_plan(what, where, seed=seed, jitter=jitter)
             measures = report(done, where, time.perf_counter() - began)
         else:
             verdict = make_judge(where, what.job(), seed)(what)
             assert isinstance(verdict, Cost)  # its memory fits
-            measures = cost_report(verdict, time.perf_counter() - began)
+            measures = cost_report(verdict, time.perf_counter() - began, where)
+    measures = with_training(measures, what, tokens)
     if instructions is not None:
         files.write("--program", instructions)
     if trace is not None:
         files.write("--trace", trace_json(done))
     if timeline is not None:
         files.tell(timeline, draw_timeline(done, where, timeline, timeline_title(what, measures)))
-    files.write("--json", report_json(measures))
+    text = report_json(measures)
+    if spread is not None:
+        text = text.removesuffix("\n}\n") + f',\n  "repeats": {json.dumps(spread.values())}\n}}\n'
+    files.write("--json", text)
     files.console.print(plan_table(what, where, measures.peak_bytes))
     files.console.print()
     files.console.print(report_table(measures, what, where))
     files.console.print()
+    if measures.training is not None:
+        files.say(training_line(measures.training, len(where.devices)))
+    if spread is not None:
+        files.say(spread_line(spread))
     files.finish()

@@ -122,7 +122,7 @@ def test_the_settings_of_the_workers_are_those_of_the_flags(motley: Motley, worl
     expected = {name.replace("-", "_"): value for name, value in flags.items()}
     expected |= {"steps": 3, "data": f"text:{world.folder}", "resume": True, "compile": True, "quiet": True, "timeout_s": 120.0}
     assert {name: getattr(settings, name) for name in expected} == expected
-    assert set(expected) | {"results"} == {field.name for field in fields(Settings)}
+    assert set(expected) | {"results", "pace", "testbed"} == {field.name for field in fields(Settings)}
     assert (str(path), made.precision, model) == (plan, "fp32", None)
 
 
@@ -395,3 +395,26 @@ def test_the_launch_lines_of_all_nodes_are_printed_and_nothing_is_started(
     assert len(commands) == 2
     for command in commands:
         assert "left.example" in command and plan in command and "--learning-rate 0.5" in command
+
+
+# --- Paced devices and testbeds --------------------------------------------------------------------------------------
+
+
+def test_paced_devices_take_their_time_from_the_cluster(motley: Motley, world: World, launched: list[Any]) -> None:
+    ran = motley(*arguments(world, "--devices", "paced", "--cluster", two_cpus(world)))
+    assert ran.code == 0, ran.err
+    assert launched[0][2].pace is not None and launched[0][2].pace.name == "pace.json"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--devices", "paced"), "paced devices are those of a cluster"),
+        (("--devices", "fast"), "--devices is real or paced, but got 'fast'"),
+        (("--pace", "pace.json"), "--pace is of paced devices"),
+        (("--testbed", "nowhere"), "there is no testbed 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_paced_is_told(motley: Motley, world: World, words: tuple[str, ...], complaint: str) -> None:
+    ran = motley(*arguments(world, *words))
+    assert ran.code == 2 and complaint in ran.err and ran.err.count("\n") == 1

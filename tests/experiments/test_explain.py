@@ -1,0 +1,245 @@
+"""What single changes gain, against plans that were changed by hand, and `motley explain`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sim.critical
+import sim.engine
+from experiments.explain import Effect, Explanation, explain, link_class, one_more, with_one_more
+from sim.cost.network import link_names
+from sim.engine import simulate
+from sim.spec.cluster import BandwidthMatrix, Cluster, read_cluster
+from sim.spec.plan import Plan, read_plan
+from sim.spec.reading import InputError
+from tests.experiments.conftest import TINY_PLAN, Ran, World
+from tests.worlds import GivenCost, ethernet_cluster, plan, stage
+
+Motley = Callable[..., Ran]
+
+
+def effect_of(told: Explanation, text: str) -> Effect:
+    """The one effect whose name begins so."""
+    (found,) = [effect for effect in told.effects if effect.name.startswith(text)]
+    return found
+
+
+def two_stages(**changes: object) -> Plan:
+    """Two stages of one layer on two nodes, two micro-batches."""
+    return plan([[stage("n0/0", (0, 1)), stage("n1/0", (1, 2))]], 2, **changes)
+
+
+# --- Links and computation -------------------------------------------------------------------------------------------
+
+
+def test_twice_as_fast_cards_halve_what_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The slow stage works 18 s; the first message and the last gradient take 1 s each beside 3 s of the other stage.
+    cost = GivenCost({"n0/0": 1.0, "n1/0": 3.0}, {"n0/0": 2.0, "n1/0": 6.0})
+    for module in (sim.engine, sim.critical):
+        monkeypatch.setattr(module, "ComputeCost", cost)
+    told = explain(two_stages(), ethernet_cluster([1, 1], 8.0))
+    assert told.trace.iteration_s == 23
+    assert effect_of(told, "Ethernet cards 2 times").iteration_s == pytest.approx(22)
+
+
+def test_what_is_all_computation_gains_all_that_a_kind_does() -> None:
+    alone = plan([[stage("n0/0", (0, 1))]], 2)
+    told = explain(alone, ethernet_cluster([1], 1e9))
+    faster = effect_of(told, "all 1 A100-80GB-SXM compute 10 % faster").iteration_s
+    assert faster == pytest.approx(told.trace.iteration_s / 1.1, rel=1e-9)
+
+
+def test_a_faster_stage_beside_a_slower_one_gains_next_to_nothing() -> None:
+    uneven = plan([[stage("n0/0", (0, 1)), stage("n1/0", (1, 8))]], 64)
+    told = explain(uneven, ethernet_cluster([1, 1], 1e15))
+    slow, fast = (effect_of(told, f"stage {name} compute").iteration_s for name in ("p0s1", "p0s0"))
+    assert slow is not None and fast is not None
+    assert told.path.busiest_lane == "p0s1"
+    assert told.trace.iteration_s - slow > 20 * (told.trace.iteration_s - fast) > 0
+
+
+def test_stages_that_are_alike_are_changed_together() -> None:
+    alike = plan([[stage(f"n{p}/0", (0, 1)), stage(f"n{p}/1", (1, 2))] for p in range(3)], 2)
+    told = explain(alike, ethernet_cluster([2, 2, 2], 1e9))
+    assert {effect.name.split(" compute")[0] for effect in told.effects if effect.name.startswith("stage")} == {
+        "stage p0s0 and 2 alike",
+        "stage p0s1 and 2 alike",
+    }
+
+
+def test_every_link_of_a_cluster_has_a_class() -> None:
+    root = Path(__file__).resolve().parents[2] / "examples" / "clusters"
+    known = {"NVLink", "PCIe", "Ethernet cards", "InfiniBand cards", "RoCE cards", "uplinks of racks", "wide-area links"}
+    seen = set()
+    for file in root.glob("*.yaml"):
+        cluster = read_cluster(file)
+        if len(cluster.devices) <= 64:
+            seen |= {link_class(name, cluster) for name in link_names(cluster)}
+    assert {"NVLink", "PCIe", "Ethernet cards", "wide-area links"} <= seen <= known
+    cluster = read_cluster(root / "mixed-nics.yaml")
+    for node in cluster.nodes:
+        kind = {"infiniband": "InfiniBand cards", "roce": "RoCE cards", "ethernet": "Ethernet cards"}[node.nic.kind]  # type: ignore[union-attr]
+        assert link_class(f"{node.name}/nic0>fabric", cluster) == link_class(f"fabric>{node.name}/nic0", cluster) == kind
+        assert link_class(f"{node.name}/ethernet>fabric", cluster) == "Ethernet cards"
+
+
+# --- Other plans -----------------------------------------------------------------------------------------------------
+
+
+def test_recomputation_that_memory_does_not_need_is_left_out() -> None:
+    cluster = ethernet_cluster([1, 1], 1e9)
+    bare = two_stages()
+    (pipeline,) = bare.pipelines
+    again = replace(bare, pipelines=(replace(pipeline, stages=tuple(replace(s, recompute="full") for s in pipeline.stages)),))
+    told = explain(again, cluster)
+    assert effect_of(told, "all stages: no recomputation (was full)").iteration_s == simulate(bare, cluster).iteration_s
+    or_one = effect_of(told, "stage p0s0: no recomputation").iteration_s
+    assert or_one is not None and simulate(bare, cluster).iteration_s < or_one < told.trace.iteration_s
+
+
+def test_where_memory_is_short_as_few_layers_as_fit_are_recomputed() -> None:
+    cluster = ethernet_cluster([1], 1e9)
+    shape = replace(two_stages().transformer, layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64)
+    made = plan([[replace(stage("n0/0", (0, 4)), recompute="full")]], 1, model=shape, sequence_length=4096)
+
+    def with_layers(count: int) -> Plan:
+        one = replace(made.pipelines[0].stages[0], recompute_layers=count)
+        return replace(made, pipelines=(replace(made.pipelines[0], stages=(one,)),))
+
+    peaks = [max(simulate(with_layers(count), cluster).peak_bytes.values()) for count in (4, 3, 2, 1, 0)]
+    assert peaks == sorted(peaks)
+    small = replace(cluster.nodes[0].gpu, memory_bytes=(peaks[2] + peaks[3]) // 2)  # two layers must be recomputed
+    tight = replace(cluster, nodes=(replace(cluster.nodes[0], gpu=small),))
+    (effect,) = [effect for effect in explain(made, tight).effects if effect.group == "recompute"]
+    assert effect.name.startswith("stage p0s0: recomputing at most 2 layers in full (was full)")
+    assert effect.iteration_s == simulate(with_layers(2), tight).iteration_s
+
+
+def test_micro_batches_are_doubled_and_halved_where_they_can_be() -> None:
+    cluster = ethernet_cluster([1, 1], 1e9)
+    made = two_stages()
+    told = explain(made, cluster)
+    (pipeline,) = made.pipelines
+    stages = tuple(replace(s, replicas=(replace(s.replicas[0], sequences=2),)) for s in pipeline.stages)
+    doubled = replace(made, pipelines=(replace(pipeline, micro_batch=2, micro_batches=1, stages=stages),))
+    assert effect_of(told, "micro-batches twice").iteration_s == simulate(doubled, cluster).iteration_s
+    refused = effect_of(told, "micro-batches half")
+    assert refused.iteration_s is None and "takes 1 sequences" in str(refused.reason)
+    back = explain(doubled, cluster)
+    assert effect_of(back, "micro-batches half").iteration_s == told.trace.iteration_s
+    assert "has 1 micro-batches" in str(effect_of(back, "micro-batches twice").reason)
+
+
+def test_the_other_schedules_are_tried_and_not_its_own() -> None:
+    cluster = ethernet_cluster([1, 1], 1e9)
+    told = explain(two_stages(), cluster)
+    tried = {effect.name.split()[1]: effect.iteration_s for effect in told.effects if effect.group == "schedule"}
+    assert set(tried) == {"gpipe", "eager-1f1b", "zb-1p", "zb-2p"}
+    assert tried["gpipe"] == simulate(two_stages(schedule="gpipe"), cluster).iteration_s
+    alone = explain(plan([[stage("n0/0", (0, 1))]], 2), cluster)
+    assert not [effect for effect in alone.effects if effect.group == "schedule"]
+
+
+def test_effects_stand_by_what_they_save_and_those_that_cannot_be_last() -> None:
+    told = explain(two_stages(), ethernet_cluster([1, 1], 1e9))
+    times = [effect.iteration_s if effect.iteration_s is not None else math.inf for effect in told.effects]
+    assert times == sorted(times)
+
+
+# --- One more GPU ----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_with_one_gpu_more_has_its_row_in_the_matrix() -> None:
+    names = ("n0/0", "n0/1", "n1/0")
+    matrix = BandwidthMatrix(names, ((math.inf, 9.0, 2.0), (8.0, math.inf, 3.0), (4.0, 5.0, math.inf)))
+    cluster = replace(ethernet_cluster([2, 1], 1e9), bandwidth_matrix=matrix)
+    grown = with_one_more(cluster, "n0")
+    assert [device.name for device in grown.devices] == ["n0/0", "n0/1", "n0/2", "n1/0"]
+    assert grown.bandwidth_matrix is not None and grown.bandwidth_matrix.names == ("n0/0", "n0/1", "n0/2", "n1/0")
+    assert grown.bandwidth_matrix.bytes_per_s == (
+        (math.inf, 9.0, 9.0, 2.0),
+        (8.0, math.inf, 8.0, 3.0),
+        (8.0, 8.0, math.inf, 3.0),
+        (4.0, 5.0, 5.0, math.inf),
+    )
+
+
+def test_one_gpu_more_of_a_kind_that_all_work_waits_for_is_worth_its_share() -> None:
+    # Data parallelism over links that take no time: three GPUs instead of two share 12 sequences.
+    cluster = ethernet_cluster([2], 1e15)
+    made = plan([[stage(f"n0/{i}", (0, 1))] for i in range(2)], 6, sequence_length=4096)
+    (gpu,) = one_more(made, cluster, "megatron", 20.0)
+    assert (gpu.kind, gpu.node, gpu.why_not, gpu.gpus_used) == ("A100-80GB-SXM", "n0", None, 3)
+    assert gpu.after_s is not None and gpu.before_s <= simulate(made, cluster).iteration_s
+    assert 1.2 < gpu.before_s / gpu.after_s < 1.55
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_path_and_changes(motley: Motley, world: World) -> None:
+    file = world.folder / "why.json"
+    ran = motley("explain", world.plan, "--cluster", world.cluster, "--json", file)
+    assert ran.code == 0 and ran.err == ""
+    written = json.loads(file.read_text())
+    iteration_s = simulate(read_plan(world.plan), read_cluster(world.cluster)).iteration_s
+    assert written["iteration_s"] == iteration_s
+    path = written["critical_path"]
+    assert sum(path["seconds_by_cause"].values()) == pytest.approx(iteration_s, rel=1e-9)
+    assert sum(share["seconds"] for share in path["shares"]) == pytest.approx(iteration_s, rel=1e-9)
+    assert written["one_more"] is None
+    for change in written["changes"]:
+        assert (change["iteration_s"] is None) == (change["why_not"] is not None)
+    assert "The critical path" in ran.out and "PCIe 2 times as fast" in ran.out and "busiest lane" in ran.out
+    tables = [line for line in ran.out.splitlines() if not line.startswith(("in all", "not possible", "wrote"))]
+    assert max(map(len, tables)) <= 100
+
+
+def test_with_a_budget_it_tells_what_one_more_gpu_is_worth(motley: Motley, world: World) -> None:
+    ran = motley("explain", world.plan, "--cluster", world.cluster, "--budget", "2s", "--planner", "megatron", "--json", "-")
+    assert ran.code == 0
+    (gpu,) = json.loads(ran.out)["one_more"]
+    assert gpu["kind"] == "RTX4090" and gpu["node"] == "box" and gpu["after_s"] <= gpu["before_s"]
+    assert "What one more GPU is worth" in ran.err
+
+
+def test_a_plan_that_does_not_fit_is_not_explained(motley: Motley, world: World) -> None:
+    large = world.write("large.json", TINY_PLAN.replace('"hidden": 64', '"hidden": 65536'))
+    ran = motley("explain", large, "--cluster", world.cluster, "--json", world.folder / "why.json")
+    assert ran.code == 1 and "is not feasible" in ran.err and ran.err.count("\n") == 1
+    assert json.loads((world.folder / "why.json").read_text())["infeasible"]["reason"] == "memory"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--budget", "5"], "--budget: got '5' without a unit"),
+        (["--budget", "0s"], "above zero"),
+        (["--planner", "megatorn"], "did you mean megatron?"),
+        (["--stack", "nothing"], "--stack"),
+        (["--json", "."], "--json: . is a folder"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(motley: Motley, world: World, flags: list[str], told: str) -> None:
+    before = world.names()
+    ran = motley("explain", world.plan, "--cluster", world.cluster, *flags)
+    assert ran.code == 2 and told in ran.err and ran.err.count("\n") == 1
+    assert world.names() == before
+
+
+def test_devices_that_the_cluster_lacks_are_told(motley: Motley, world: World) -> None:
+    other = world.write("other.json", TINY_PLAN.replace("box/1", "box/7"))
+    ran = motley("explain", other, "--cluster", world.cluster)
+    assert ran.code == 2 and "box/7" in ran.err and ran.err.count("\n") == 1
+
+
+def test_an_unknown_planner_is_an_error_of_the_function_too() -> None:
+    cluster: Cluster = ethernet_cluster([1], 1e9)
+    with pytest.raises(InputError, match="unknown planner"):
+        one_more(plan([[stage("n0/0", (0, 1))]], 2), cluster, "nobody", 1.0)
