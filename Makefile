@@ -1,6 +1,7 @@
 # A bare machine needs python3 (3.11 to 3.13, with venv and pip), git and make. Only pip uses the network.
 #   make test        everything that CI checks
 #   make demo        the demonstration, into results/demo
+#   make docs        the documentation's pages as a site, into site
 #   make format      rewrite the code in the project's format
 #   make slow        the tests that take long
 #   make benchmark   the benchmarks
@@ -16,7 +17,7 @@ export MPLBACKEND := Agg
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := test
-.PHONY: test demo format slow benchmark clean
+.PHONY: test demo docs format slow benchmark clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
@@ -25,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "== making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear .venv
 	@echo "== installing Motley, torch and the tools into .venv (a minute or two)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,runtime]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,runtime]'
 	@touch $@
 
 test: $(INSTALLED)
@@ -46,6 +47,10 @@ demo: $(INSTALLED)
 	@echo "The results lie in results/demo:"
 	@ls results/demo
 
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html in a browser; '$(PYTHON) -m http.server -d site' serves it, with search."
+
 format: $(INSTALLED)
 	@$(BIN)/python -m ruff check --quiet --fix .
 	@$(BIN)/python -m ruff format .
@@ -57,5 +62,5 @@ benchmark: $(INSTALLED)
 	@if [ -f benchmarks/run.py ]; then $(BIN)/python benchmarks/run.py; else echo "there is no benchmarks/run.py"; fi
 
 clean:
-	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
