@@ -1,0 +1,103 @@
+"""Measures how far the plans that motley finds on the HexiScale clusters are from the proven bound, and what lies between.
+
+    python benchmarks/bound_gap.py
+
+A row per cluster and model, global batch 256: the mixed cells of the demonstration, with 10 Gbit/s between the nodes, and the
+clusters of the published plans, with 10 and 4.3 Gbit/s. Writes benchmarks/results/bound-gap.txt; rows of bound-gap.csv are not
+searched again, unless `--again` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from experiments.commands.options import budget_s
+from experiments.comparison import Cell, cell_digest, run_cell
+from experiments.hexiscale import facts
+from experiments.peers import arena
+from partition.bound import Bound, gap, lower_bound
+from sim.engine import simulate
+from sim.spec.cluster import read_cluster
+from sim.spec.job import Job
+from sim.spec.reading import write_file
+from sim.spec.transformer import transformer
+
+HERE = Path(__file__).parent
+CLUSTERS = HERE.parent / "examples" / "clusters"
+BATCH, LENGTH = 256, 4096
+CAUSES = ("compute", "bubble", "network", "recompute")
+
+
+def cells(limit_s: float) -> Iterator[Cell]:
+    """The searches: the clusters with 10 Gbit/s first."""
+    mixed = [(entry.cluster, entry.model) for entry in facts().reports if entry.cluster.startswith("mixed")]
+    for name, model in dict.fromkeys(mixed):
+        cluster = read_cluster(CLUSTERS / f"hexiscale-{name}.yaml")
+        yield Cell(cluster, Job(transformer(model), LENGTH, BATCH), "motley", budget_s=limit_s)
+    for rate in ("10gbit", "4gbit"):
+        for cluster, job in arena():
+            if cluster.name.startswith("mixed") and cluster.name.endswith(f"-{rate}"):
+                yield Cell(cluster, replace(job, global_batch=BATCH), "motley", budget_s=limit_s)
+
+
+def row(cell: Cell) -> dict[str, object]:
+    """What a search found, its bound, and the gap between them with its split, as fractions of the iteration."""
+    outcome = run_cell(cell)
+    bound = lower_bound(cell.cluster, cell.job)
+    found: dict[str, object] = {"cell": cell_digest(cell), "cluster": cell.cluster.name, "model": cell.job.model.name}
+    if outcome.plan is None or outcome.cost is None or not isinstance(bound, Bound):
+        return found
+    parts = asdict(gap(bound, simulate(outcome.plan, cell.cluster), cell.cluster))
+    return {**found, "iteration_s": outcome.cost.iteration_s, "bound_s": bound.iteration_s, **parts}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Searches what is missing, and writes the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--budget", default="30s", help="how long a search may take")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of bound-gap.csv and bound-gap.txt")
+    parser.add_argument("--again", action="store_true", help="search anew what stands in bound-gap.csv")
+    given = parser.parse_args(arguments)
+    table = given.out / "bound-gap.csv"
+    rows: dict[str, dict[str, object]] = {}
+    if table.exists() and not given.again:
+        with table.open(newline="", encoding="utf-8") as file:
+            rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
+    asked = list(cells(budget_s(given.budget)))
+    names: list[str] = []
+    for cell in asked:
+        key = cell_digest(cell)
+        if key not in rows:
+            rows[key] = row(cell)
+        names = list(dict.fromkeys([*names, *rows[key]]))
+        known = [rows[name] for name in map(cell_digest, asked) if name in rows]
+        lines = [",".join(names), *(",".join(str(entry.get(name, "")) for name in names) for entry in known)]
+        write_file(table, "\n".join(lines) + "\n", replace=True)
+        print(line(rows[key]), flush=True)
+    from run import machine  # imports torch, which the searches do not need
+
+    head = f"{'cluster':20s} {'model':12s} {'iteration s':>11s} {'bound s':>8s} {'gap %':>6s}"
+    text = f"motley, {given.budget} of search, seed 0, batch {BATCH}, sequence {LENGTH}; the gap is 1 - bound / iteration.\n\n"
+    text += head + "".join(f"{cause + ' %':>12s}" for cause in CAUSES) + "\n"
+    text += "\n".join(line(rows[cell_digest(cell)]) for cell in asked) + "\n"
+    write_file(given.out / "bound-gap.txt", f"{machine()}\n\n{text}", replace=True)
+    print(text)
+
+
+def line(entry: dict[str, object]) -> str:
+    """A row of the table."""
+    start = f"{entry['cluster']:20s} {entry['model']:12s} "
+    if not entry.get("iteration_s"):
+        return f"{start} no plan"
+    iteration_s, bound_s = float(str(entry["iteration_s"])), float(str(entry["bound_s"]))
+    split = "".join(f"{100 * float(str(entry[cause])):12.1f}" for cause in CAUSES)
+    return f"{start}{iteration_s:11.2f} {bound_s:8.2f} {100 * (1 - bound_s / iteration_s):6.1f}{split}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
