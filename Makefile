@@ -40,7 +40,7 @@ test: $(INSTALLED)
 	@echo "== import arrows"
 	@$(BIN)/lint-imports
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 demo: $(INSTALLED)
 	@$(BIN)/motley demo --out results/demo

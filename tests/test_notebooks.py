@@ -36,12 +36,16 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if importlib.util.find_spec("ipykernel") is None:
         pytest.skip("ipykernel is missing: pip install -e '.[dev]'")
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the notebook chooses its own
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    # By default the sockets would lie in the notebook's folder, where two notebooks at one time would take each other's.
+    config = Config({"KernelManager": {"transport": "tcp"}, "AsyncKernelManager": {"transport": "tcp"}})
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(book, config=config, timeout=300, kernel_name="python3", resources=resources).execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert all(output.get("name") != "stderr" for output in outputs), [output.text for output in outputs if "text" in output]
     assert any("image/png" in output.get("data", {}) for output in outputs)
