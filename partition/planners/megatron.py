@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import gcd
 
+from partition.assembly import Groups
 from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.pricing import Pricing
@@ -25,7 +26,7 @@ from partition.search import Search, register
 from sim.spec.cluster import Node
 from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
-from sim.spec.plan import Pipeline, Stage
+from sim.spec.plan import Pipeline
 
 MICRO_BATCHES = (1, 2, 4, 8)
 ZERO_STAGES = (1, 0)
@@ -53,12 +54,19 @@ def megatron(search: Search) -> None:
 def grids(search: Search, nodes: Sequence[Node]) -> Iterator[tuple[Draft, Settings]]:
     """All grids on all parts of the cluster, those that do not fit in memory too."""
     for part in parts(nodes):
-        names = [f"{node.name}/{index}" for node in part for index in range(node.gpus)]
-        common = gcd(*(node.gpus for node in part))
-        for tensor in degrees(search.job, common):
-            for pipeline in range(1, min(search.job.model.layers, len(names) // tensor) + 1):
-                if len(names) % (tensor * pipeline) == 0:
-                    yield from _grid(search.job, names, tensor, pipeline)
+        for pipelines in shapes(search.job, part):
+            yield from _grid(search.job, pipelines)
+
+
+def shapes(job: Job, part: Sequence[Node]) -> Iterator[tuple[Groups, ...]]:
+    """The stages' tensor-parallel groups, pipeline by pipeline, of all grids on some nodes."""
+    names = [f"{node.name}/{index}" for node in part for index in range(node.gpus)]
+    for tensor in degrees(job, gcd(*(node.gpus for node in part))):
+        groups = [tuple(names[at : at + tensor]) for at in range(0, len(names), tensor)]
+        for depth in range(1, min(job.model.layers, len(groups)) + 1):
+            if len(groups) % depth == 0:
+                data = len(groups) // depth
+                yield tuple(tuple(groups[d::data]) for d in range(data))
 
 
 def parts(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -77,19 +85,16 @@ def parts(nodes: Sequence[Node]) -> list[list[Node]]:
     return [part for i, part in enumerate(found) if part not in found[:i]]
 
 
-def _grid(job: Job, names: Sequence[str], tensor: int, pipeline: int) -> Iterator[tuple[Draft, Settings]]:
-    """The grids of these degrees: every micro-batch that divides the batch, every recompute mode, ZeRO 1 and 0."""
-    data = len(names) // (tensor * pipeline)
-    cuts = ranges(even_split(job.model.layers, pipeline))
+def _grid(job: Job, pipelines: Sequence[Groups]) -> Iterator[tuple[Draft, Settings]]:
+    """The grids of these groups: every micro-batch that divides the batch, every recompute mode, ZeRO 1 and 0."""
+    data, tensor = len(pipelines), len(pipelines[0][0])
+    cuts = ranges(even_split(job.model.layers, len(pipelines[0])))
     parallel = tensor > 1 and job.sequence_length % tensor == 0
     for micro_batch, recompute, zero_stage in product(MICRO_BATCHES, RECOMPUTE, ZERO_STAGES if data > 1 else ZERO_STAGES[:1]):
         if job.global_batch % (data * micro_batch):
             continue
         draft = []
-        for d in range(data):
-            stages: list[Stage] = []
-            for s, cut in enumerate(cuts):
-                at = (s * data + d) * tensor
-                stages.append(stage(names[at : at + tensor], cut, micro_batch, recompute))
+        for groups in pipelines:
+            stages = [stage(group, cut, micro_batch, recompute) for group, cut in zip(groups, cuts, strict=True)]
             draft.append(Pipeline(micro_batch, job.global_batch // (data * micro_batch), tuple(stages)))
         yield tuple(draft), Settings(zero_stage=zero_stage, sequence_parallel=parallel)

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, product
+from itertools import islice, product
 from math import gcd
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from partition.estimated import Preparation
 from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
 from partition.planners.flashflex import Climb
-from partition.planners.megatron import grids
+from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
@@ -104,6 +104,8 @@ class Layout:
 
 Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[float, Draft, Settings]]]
 """Layouts with their prices and drafts, and drafts with their prices and settings."""
+
+Thing = TypeVar("Thing")
 
 Pipes: TypeAlias = list[list[tuple[str, ...]]]
 """A layout's pipelines while a move changes them."""
@@ -335,39 +337,40 @@ class _Hunt:
     # --- Starts ---
 
     def starts(self) -> Iterator[Layout]:
-        """Layouts to begin with, each once: symmetric grids, and nodes dealt to pipelines."""
-        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0][:2]
-        grid_layouts = (
-            Layout(
-                tuple(tuple(part.replicas[0].devices for part in pipe.stages) for pipe in draft), draft[0].micro_batch, settings
-            )
-            for draft, settings in grids(self.search, list(self.nodes.values()))
-        )
-        dealt = (
-            Layout(pipes, size, Settings(schedule))
-            for pipes, size, schedule in product(self._dealt(), sizes, SCHEDULES)
-            if len(pipes) * size <= self.job.global_batch
-        )
+        """Layouts to begin with, each once: symmetric grids and nodes dealt to pipelines, some of every sort in turn."""
+        gridded = _in_turn([self._gridded(part) for part in parts(list(self.nodes.values()))])
+        dealt = _in_turn([self._dealt(teams) for teams in self._teams()])
         seen = set()
-        for layout in chain(grid_layouts, dealt):
+        for layout in _in_turn([gridded, dealt]):
             if layout not in seen:
                 seen.add(layout)
                 yield layout
 
-    def _dealt(self) -> Iterator[tuple[Groups, ...]]:
+    def _gridded(self, part: Sequence[Node]) -> Iterator[Layout]:
+        """The symmetric grids on a part of the cluster."""
+        for pipelines in _from_both_ends(list(shapes(self.job, part))):
+            tensor = len(pipelines[0][0])
+            settings = Settings(sequence_parallel=tensor > 1 and self.job.sequence_length % tensor == 0)
+            for size in MICRO_BATCHES:
+                if self.job.global_batch % (len(pipelines) * size) == 0:
+                    yield Layout(pipelines, size, settings)
+
+    def _dealt(self, teams: Sequence[Sequence[Sequence[str]]]) -> Iterator[Layout]:
         """Pipelines of groups of one degree, dealt from teams of nodes."""
         most = max(node.gpus for node in self.nodes.values())
         widths = [degree for degree in degrees(self.job, most) if degree & (degree - 1) == 0] or [1]
-        for teams in self._teams():
-            for degree in widths:
-                grouped = [[self._groups(names, degree) for names in team] for team in teams]
-                most_groups = max(sum(map(len, team)) for team in grouped)
-                for twins in self._twins(most_groups):
-                    if most_groups // twins > self.job.model.layers:
-                        continue
-                    pipes = [pipe for team in grouped for pipe in _deal(team, twins)]
-                    if all(len(pipe) <= self.job.model.layers for pipe in pipes):
-                        yield tuple(pipes)
+        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0][:2]
+        for degree in widths:
+            grouped = [[self._groups(names, degree) for names in team] for team in teams]
+            most_groups = max(sum(map(len, team)) for team in grouped)
+            for twins in _from_both_ends(self._twins(most_groups)):
+                if most_groups // twins > self.job.model.layers:
+                    continue
+                pipes = tuple([pipe for team in grouped for pipe in _deal(team, twins)])
+                if all(len(pipe) <= self.job.model.layers for pipe in pipes):
+                    for size, schedule in product(sizes, SCHEDULES):
+                        if len(pipes) * size <= self.job.global_batch:
+                            yield Layout(pipes, size, Settings(schedule))
 
     def _twins(self, groups: int) -> list[int]:
         """Numbers of equal pipelines to deal so many groups to."""
@@ -386,10 +389,10 @@ class _Hunt:
         for count in range(1, len(kinds)):
             fastest = [name for kind in kinds[:count] for name in by_kind[kind]]
             groupings += [[fastest], [by_kind[kind] for kind in kinds[:count]]]
-        for parts in (2, 3, 4, 8):
-            if parts < len(by_node):
+        for count in (2, 3, 4, 8):
+            if count < len(by_node):
                 for weight in (self.speed, self.memory):
-                    groupings.append(self.graph.partition(devices, parts, [weight[n] for n in devices], self.search.seed))
+                    groupings.append(self.graph.partition(devices, count, [weight[n] for n in devices], self.search.seed))
         seen: list[list[list[list[str]]]] = []
         for grouping in groupings:
             teams = [self._in_path_order(names) for names in grouping]
@@ -835,6 +838,24 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
+
+
+def _from_both_ends(things: Sequence[Thing]) -> Iterator[Thing]:
+    """The first, the last, the second, the last but one, ...: one end is fast where memory is large, the other fits where not."""
+    for i in range(len(things)):
+        yield things[i // 2 if i % 2 == 0 else -(i // 2) - 1]
+
+
+def _in_turn(sources: Sequence[Iterator[Layout]]) -> Iterator[Layout]:
+    """One layout of each source after the other, until none has more."""
+    left = list(sources)
+    while left:
+        going = []
+        for source in left:
+            for layout in islice(source, 1):
+                yield layout
+                going.append(source)
+        left = going
 
 
 def _done(work: Callable[[], Begun]) -> Begun:
