@@ -1,8 +1,11 @@
-"""Calibrates the two-sites testbed on half of the plans that ran there, and tells how well the other half is predicted.
+"""Calibrates on half of the plans that ran, and tells how well the other half is predicted.
 
     python benchmarks/calibration.py --runs results/testbed-runs [--seed 0] [--out benchmarks/results/calibration.txt]
+    nice -n -19 python benchmarks/calibration.py --cpu results/cpu-runs [--seed 0] [--out benchmarks/results/calibration.txt]
 
-`--runs` is the folder that benchmarks/testbed_runs.py leaves. Its `hidden.json` is read after the fit, to judge it.
+`--runs` is the folder that benchmarks/testbed_runs.py leaves: paced runs on the two-sites testbed. Its `hidden.json` is read
+after the fit, to judge it. `--cpu` trains small models on this machine's CPUs, in one process and in two, each on one thread,
+before it calibrates; the runs that its folder has already are not made again. Each has its own section of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +33,12 @@ from sim.spec.trace import Trace, read_trace, trace_json
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "testbeds" / "two-sites.yaml"
 CPUS = ROOT / "examples" / "clusters" / "cpu-4.yaml"
+HEADS = (
+    "== Paced devices on the two-sites testbed, hidden factors: benchmarks/calibration.py --runs",
+    "== Real computation on CPUs, one and two processes: benchmarks/calibration.py --cpu",
+)
+"""Of the sections of the file."""
+
 CONTENTION = ("one-uplink", "two-uplinks")
 """Plans that differ only in which of them shares a link."""
 
@@ -38,21 +48,27 @@ Stages: TypeAlias = Sequence[tuple[list[str], int, int, str]]
 
 def main() -> None:
     """Nothing; see the head of the file."""
-    parser = argparse.ArgumentParser(description="Calibrates the testbed on half of its runs, and tells of the other half.")
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--cluster", type=Path, default=CLUSTER)
+    parser = argparse.ArgumentParser(description="Calibrates on half of the plans that ran, and tells of the other half.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--runs", type=Path, help="the folder of runs on the testbed")
+    which.add_argument("--cpu", type=Path, help="the folder of runs on CPUs, which are made where they are not there")
+    parser.add_argument("--repeats", type=int, default=2, help="of runs on CPUs")
+    parser.add_argument("--steps", type=int, default=9, help="of runs on CPUs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    cluster = read_cluster(asked.cluster)
-    runs = [(path.stem, read_trace(path)) for path in sorted((asked.runs / "traces").glob("*.json"))]
+    cluster = read_cluster(CPUS if asked.runs is None else CLUSTER)
+    if asked.runs is None:
+        runs = cpu_runs(asked.cpu.resolve(), asked.repeats, asked.steps)
+    else:
+        runs = [(path.stem, read_trace(path)) for path in sorted((asked.runs / "traces").glob("*.json"))]
     began_s = time.perf_counter()
     found = calibrate(cluster, runs, holdout=0.5, seed=asked.seed, several_models=True)
     took_s = time.perf_counter() - began_s
-    # The constants of the half alone, which the held-out plans are predicted with.
-    out = {name for one in found.predictions for name in one.observation.names}
-    kept = [(name, trace) for name, trace in runs if name not in out]
-    half = Fitting(cluster, observed(kept, cluster, several_models=True)).fit()[1].cluster
+    if asked.runs is None:
+        judged = [f"one thread for each process; niceness {os.getpriority(os.PRIO_PROCESS, 0)}"]
+    else:
+        judged = _judged(runs, cluster, found, asked.runs / "hidden.json")
     lines = [
         f"{len(runs)} {runs[0][1].origin} runs of {len({name.rsplit('.', 1)[0] for name, _ in runs})} plans on {cluster.name}",
         f"{found.how}, drawn with seed {asked.seed}",
@@ -65,11 +81,7 @@ def main() -> None:
         "",
         *_plans(found),
         "",
-        *_communication(kept + [(name, trace) for name, trace in runs if name in out], cluster),
-        "",
-        *_hidden(asked.runs / "hidden.json", half, found.cluster),
-        "",
-        *_contention(runs, cluster, half, found),
+        *judged,
         "",
         "constants that the runs tell, fitted on all of them:",
         *(
@@ -82,8 +94,34 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if asked.out is not None:
-        write_file(asked.out, text, replace=True)
-        write_file(asked.out.with_suffix(".yaml"), cluster_yaml(found.cluster), replace=True)
+        _write_section(asked.out, HEADS[asked.runs is None], text)
+        if asked.runs is not None:
+            write_file(asked.out.with_suffix(".yaml"), cluster_yaml(found.cluster), replace=True)
+
+
+def _write_section(path: Path, head: str, text: str) -> None:
+    """Nothing; writes a section of a file, and leaves the other as it is."""
+    known: dict[str, str] = {}
+    for part in re.split(r"^(?=== )", path.read_text() if path.is_file() else "", flags=re.MULTILINE):
+        name, _, body = part.partition("\n\n")
+        known[name] = body.rstrip() + "\n"
+    known[head] = text
+    write_file(path, "\n".join(f"{name}\n\n{known[name]}" for name in HEADS if name in known), replace=True)
+
+
+def _judged(runs: list[tuple[str, Trace]], cluster: Cluster, found: Calibrated, hidden: Path) -> list[str]:
+    """What else is told of runs on the testbed: how much they communicate, the hidden factors, contention."""
+    # The constants of the half alone, which the held-out plans are predicted with.
+    out = {name for one in found.predictions for name in one.observation.names}
+    kept = [(name, trace) for name, trace in runs if name not in out]
+    half = Fitting(cluster, observed(kept, cluster, several_models=True)).fit()[1].cluster
+    return [
+        *_communication(kept + [(name, trace) for name, trace in runs if name in out], cluster),
+        "",
+        *_hidden(hidden, half, found.cluster),
+        "",
+        *_contention(runs, cluster, half, found),
+    ]
 
 
 def _plans(found: Calibrated) -> list[str]:
@@ -218,6 +256,7 @@ def cpu_runs(folder: Path, repeats: int, steps: int) -> list[tuple[str, Trace]]:
     from experiments.measured import measured_run
     from runtime.settings import Settings
 
+    os.environ["OMP_NUM_THREADS"] = "1"
     cluster = read_cluster(CPUS)
     settings = Settings(steps=steps, data=f"text:{ROOT / 'docs'}", quiet=True)
     for repeat in range(repeats):

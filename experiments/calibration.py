@@ -6,17 +6,48 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from experiments.fidelity import unpublished
+from experiments.published import Modelled, modelled, read_assumptions, read_runs
 from experiments.tables import per_cent, seconds
-from sim.calibrate import Calibrated, Prediction, Told
+from sim.calibrate import Calibrated, Elsewhere, Prediction, Told
+from sim.spec.cluster import Cluster
+from sim.spec.compile import instruction_estimate
+from sim.spec.reading import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BITS = 8e-9
+
+MOST_ELSEWHERE = 100
+"""The most runs of a table that a fit looks at, those of the smallest programs: a kind's speed is few constants, and each run
+costs time."""
+
+
+def runs_elsewhere(path: str | Path, cluster: Cluster) -> list[Elsewhere]:
+    """The runs of a table, as `published.read_runs` reads it, whose plans are told whole and whose GPUs are kinds of a cluster.
+
+    Raises InputError where there are none, and as `read_runs` does.
+    """
+    kinds = {node.gpu.name for node in cluster.nodes}
+    rows, known, found = read_runs(path), read_assumptions(), []
+    for row in rows:
+        world = modelled(row, known)
+        if not isinstance(world, Modelled) or unpublished(world) or not row.iter_time_s:
+            continue
+        if kinds.issuperset(node.gpu.name for node in world.cluster.nodes):
+            found.append(Elsewhere(str(path), row.source_key, world.plan, world.cluster, row.iter_time_s))
+    if not found:
+        raise InputError(
+            f"{path}: none of its {len(rows)} runs tells a whole plan and its iter_time_s on the kinds of {cluster.name!r}: "
+            f"{', '.join(sorted(kinds))}"
+        )
+    return sorted(found, key=lambda one: instruction_estimate(one.plan))[:MOST_ELSEWHERE]
 
 
 def figure(told: Told, value: float) -> str:
@@ -57,6 +88,9 @@ def sentences(found: Calibrated) -> list[str]:
     if (calibration := found.cluster.calibration) is not None:
         low, high = f"{calibration.low * 100:+.1f}", f"{calibration.high * 100:+.1f}"
         lines.append(f"{calibration.coverage:.0%} of iterations are expected within {low} % and {high} % of what is predicted")
+    if found.elsewhere is not None:
+        before, after = (per_cent(errors.median, 1) for errors in found.elsewhere)
+        lines.append(f"runs elsewhere, on which it was fitted too: median error {before} before, {after} after")
     return lines
 
 
@@ -123,6 +157,7 @@ def calibration_json(found: Calibrated) -> str:
         "held_out": found.how,
         "errors_before": errors("errors_before"),
         "errors_after": errors("errors_after"),
+        "errors_elsewhere": None if found.elsewhere is None else [asdict(errors) for errors in found.elsewhere],
         "run_spread": found.spread,
         "kendall_tau": found.tau,
         "pairs": found.pairs,
@@ -164,9 +199,9 @@ def calibration_page(found: Calibrated) -> str:
         assert isinstance(drawn, Figure)
         parts = [
             Rows("errors", ("|predicted / measured - 1|", "before", "after"), error_rows(found)),
-            *(Note(line) for line in (*sentences(found), *warnings(found))),
             picture(drawn, "Predicted over measured iteration times of the plans held out, before and after the calibration."),
         ]
+    parts += [Note(line) for line in (*sentences(found), *warnings(found))]
     constants = [
         (
             told.name,

@@ -18,7 +18,7 @@ from itertools import combinations, permutations
 from pathlib import Path
 from statistics import median
 
-from experiments.machine import CPU, LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S, machine_bytes
+from experiments.machine import LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S, machine_bytes
 from experiments.parallel import cores
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import (
@@ -31,7 +31,7 @@ from sim.spec.cluster import (
     Node,
     links,
 )
-from sim.spec.gpu import GpuKind, gpu_kind
+from sim.spec.gpu import CPU, GpuKind, gpu_kind
 from sim.spec.reading import InputError
 
 TOOL = "nvidia-smi"

@@ -19,13 +19,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.journal import CSV, JOURNAL, PARQUET
-from experiments.machine import is_cpu, with_measured_peaks
+from experiments.machine import with_measured_peaks
 from experiments.sweep_files import with_bandwidth
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.engine import simulate
 from sim.metrics import LinkLoad, Report, lane_use, report
 from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.gpu import is_cpu
 from sim.spec.plan import Plan, parse_plan
 from sim.spec.reading import InputError, parse_json, read_text, read_yaml
 from sim.spec.stack import stack, stacks

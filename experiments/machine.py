@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from experiments.parallel import cores
 from sim.cost.memory import lane_parts
 from sim.spec.cluster import MOST_NODE_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
-from sim.spec.gpu import GpuKind, catalogue, fold, gpu_kind
+from sim.spec.gpu import CPU, GpuKind, catalogue, gpu_kind, is_cpu
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
@@ -26,14 +26,6 @@ two cores (torch 2.13), and all-reduces of as much at 0.7 to 1.1."""
 LOOPBACK_LATENCY_S = 250e-6
 """Of one step through gloo on the same machine, where every worker has a core: a small all-reduce of two takes 0.5 to 0.7 ms
 there, a message 0.1 ms. Workers that share cores wait for their turn: with two to a core a step takes 0.5 to 0.8 ms."""
-
-CPU = "CPU"
-"""The kind in the catalogue; kinds of a cluster file whose names begin with it are CPUs, too."""
-
-
-def is_cpu(kind: GpuKind) -> bool:
-    """Whether the kind is that of CPUs."""
-    return fold(kind.name).startswith(fold(CPU))
 
 
 def stand_in(plan: Plan, result: RunResult, device: str, through_host: bool) -> Cluster:

@@ -11,12 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from experiments.machine import allocated_bytes, is_cpu, stand_in, with_measured_peaks
+from experiments.machine import allocated_bytes, stand_in, with_measured_peaks
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate
 from sim.metrics import Report, recompute_flop, report, report_json
 from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import model_flop
+from sim.spec.gpu import is_cpu
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace

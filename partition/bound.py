@@ -58,7 +58,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
-from sim.cost.memory import FRAGMENTATION_FRACTION
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
 from sim.spec.cluster import Cluster, Node, WideAreaLink, rack_name
@@ -252,7 +251,7 @@ def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) ->
     most = _kept_bytes(job, cluster, "none") * model.layers
     least = _kept_bytes(job, cluster, "full") * model.layers
     room = sum(count * max(0.0, kind.memory_bytes - cluster.stack.context_bytes) for kind, count in counts.items())
-    room *= (1 + ROUNDING) / (1 + FRAGMENTATION_FRACTION)
+    room *= (1 + ROUNDING) / (1 + cluster.stack.fragmentation)
     if held + least > room:
         need, have = math.ceil(held + least), math.floor(room)
         message = (

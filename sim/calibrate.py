@@ -16,8 +16,9 @@ slowest of them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -25,13 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.collectives import between_lanes, collective, ring_exchange
+from sim.cost.estimate import Estimate
+from sim.cost.memory import lane_parts
 from sim.cost.network import Network, link_names
 from sim.cost.traffic import message
 from sim.engine import simulate
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import Calibration, Cluster, LinkOverride
 from sim.spec.compile import compile_plan
-from sim.spec.gpu import SPEEDS
+from sim.spec.gpu import SPEEDS, GpuKind, is_cpu
 from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
@@ -46,14 +49,17 @@ from sim.spec.program import (
     matching_send,
 )
 from sim.spec.reading import InputError
+from sim.spec.stack import Stack
 from sim.spec.trace import Span, Trace
 
 NEEDED_PLANS = 4
 """Different plans that a fit needs: two to fit, and two to tell how well it predicts."""
 
-ITERATION_ERROR, SPAN_ERROR, LANE_ERROR, MESSAGE_ERROR, LINK_ERROR = 0.01, 0.03, 0.06, 0.3, 0.05
+ITERATION_ERROR, SPAN_ERROR, LANE_ERROR, MESSAGE_ERROR, LINK_ERROR, ELSEWHERE_ERROR = 0.01, 0.03, 0.06, 0.3, 0.05, 0.15
+MEMORY_ERROR = 0.03
 """Standard deviations of what the model leaves open, as fractions: of an iteration, of an instruction on one device, on a lane
-whose devices talk inside it, of a message of a run, of what a bench measured of links."""
+whose devices talk inside it, of a message of a run, of what a bench measured of links, of an iteration on another cluster;
+and of the bytes at a GPU's peak."""
 
 CLOCK_S = 1e-4
 """Seconds that a recorded span may be off."""
@@ -114,11 +120,27 @@ class Observed:
     """Median seconds of the instructions that compute."""
     messages_s: Mapping[MessageKey, float]
     """Median seconds of messages that their receivers waited for, from the moment they were handed over until they were there."""
+    peaks_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Of GPUs, the median of what the allocator had reserved at the peak; a CPU's process tells too little of it."""
 
     @property
     def iteration_s(self) -> float:
         """Median seconds of an iteration."""
         return median(self.iterations_s)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A run on another cluster that has kinds of the one that is calibrated, such as a published one."""
+
+    name: str
+    """Of the file that tells of it."""
+    source: str
+    """Who measured it: the runs of a source together count as the root of their number."""
+    plan: Plan
+    cluster: Cluster
+    """Where it ran, with the software that it ran on."""
+    iteration_s: float
 
 
 def observed(runs: Sequence[tuple[str, Trace]], cluster: Cluster, several_models: bool = False) -> tuple[Observed, ...]:
@@ -146,7 +168,13 @@ def observed(runs: Sequence[tuple[str, Trace]], cluster: Cluster, several_models
             for message_key, seconds in _messages_s(trace).items():
                 sent.setdefault(message_key, []).append(seconds)
         messages = {key: median(some) for key, some in sent.items()}
-        observations.append(Observed(first.plan, tuple(name for name, _ in traces), first.origin, times, kept, messages))
+        peaks: dict[str, float] = {}
+        if first.origin == "measured":
+            for device, num_bytes in first.peak_bytes.items():
+                if num_bytes > 0 and not is_cpu(cluster.device(device).node.gpu):
+                    peaks[device] = median(trace.peak_bytes.get(device, num_bytes) for _, trace in traces)
+        names = tuple(name for name, _ in traces)
+        observations.append(Observed(first.plan, names, first.origin, times, kept, messages, peaks))
     return tuple(observations)
 
 
@@ -243,15 +271,21 @@ class Constant:
 
 
 def constants_of(
-    cluster: Cluster, observations: Sequence[Observed], links: Sequence[LinkMeasurement] = (), records: bool = False
+    cluster: Cluster,
+    observations: Sequence[Observed],
+    links: Sequence[LinkMeasurement] = (),
+    records: bool = False,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> list[Constant]:
     """The constants that are fitted for a cluster; with `records` also those of the kinds' efficiency records."""
     computing = {name for each in observations for name in each.plan.devices}
     used = computing | {name for one in links for name in one.members}
     scale_s = median(each.iteration_s for each in observations) if observations else 1.0
     found: list[Constant] = []
-    for kind in dict.fromkeys(device.node.gpu.name for device in cluster.devices if device.name in computing):
-        found += _of_kind(cluster, kind, records)
+    ran_here = {device.node.gpu.name for device in cluster.devices if device.name in computing}
+    ran = ran_here | {node.gpu.name for each in elsewhere for node in each.cluster.nodes}
+    for kind in dict.fromkeys(node.gpu.name for node in cluster.nodes if node.gpu.name in ran):
+        found += _of_kind(cluster, kind, records, kind in ran_here)
     names = sorted(link_names(cluster))
     found += _of_links(cluster, names, used)
     fabric = cluster.fabric
@@ -281,11 +315,40 @@ def constants_of(
             unit="",
         )
     )
+    if any(each.peaks_bytes for each in observations):
+        found += _of_memory(cluster)
     return found
 
 
-def _of_kind(cluster: Cluster, kind: str, records: bool) -> list[Constant]:
-    """The speed of a kind, and of each of its devices beside it; its record's constants."""
+def _of_memory(cluster: Cluster) -> list[Constant]:
+    """What the stack keeps of activations, and what its allocator loses. Of the context a run measures nothing."""
+
+    def keeping(c: Cluster, z: float) -> Cluster:
+        scale = c.stack.activation_scale * math.exp(RECORD_PRIOR * z)
+        return replace(c, stack=replace(c.stack, name="own", activation_scale=_figure(scale)))
+
+    unit = max(cluster.stack.fragmentation, 0.04)
+
+    def losing(c: Cluster, z: float) -> Cluster:
+        return replace(c, stack=replace(c.stack, name="own", fragmentation=_figure(max(0.0, c.stack.fragmentation + unit * z))))
+
+    return [
+        Constant("stack.activation_scale", keeping, -4.0, 4.0, value=lambda c: c.stack.activation_scale),
+        Constant("stack.fragmentation", losing, -cluster.stack.fragmentation / unit, 10.0, value=lambda c: c.stack.fragmentation),
+    ]
+
+
+def peaks_bytes(plan: Plan, stack: Stack) -> dict[str, int]:
+    """What a run is predicted to reserve at the peak of each device: without the context, which it does not measure."""
+    return {
+        name: parts.total - parts.context
+        for p, s, r, parts in lane_parts(plan, stack)
+        for name in plan.pipelines[p].stages[s].replicas[r].devices
+    }
+
+
+def _of_kind(cluster: Cluster, kind: str, records: bool, ran_here: bool) -> list[Constant]:
+    """The speed of a kind, and of each of its devices beside it, if any ran here; its record's constants."""
     devices = [device for device in cluster.devices if device.node.gpu.name == kind]
     own = devices[0].node.gpu
     bounds = math.log(SPEEDS[0] / own.speed), math.log(SPEEDS[1] / own.speed)
@@ -300,7 +363,7 @@ def _of_kind(cluster: Cluster, kind: str, records: bool) -> list[Constant]:
             value=lambda c: next(node.gpu.speed for node in c.nodes if node.gpu.name == kind),
         )
     ]
-    for name in (device.name for device in devices):
+    for name in (device.name for device in devices if ran_here):
 
         def faster(c: Cluster, z: float, name: str = name) -> Cluster:
             speeds = dict(c.device_speeds)
@@ -314,30 +377,30 @@ def _of_kind(cluster: Cluster, kind: str, records: bool) -> list[Constant]:
         found.append(
             Constant(f"speed of {name}", faster, -8.0, 8.0, f"speed of {kind}", DEVICE_PRIOR, frozenset([name]), value=speed)
         )
-    for field in ("memory_fraction", "attention_fraction") if records else ():
+    for name in ("memory_fraction", "attention_fraction") if records else ():
 
-        def scaled(c: Cluster, z: float, field: str = field) -> Cluster:
-            return _with_record(c, kind, field, lambda value: _figure(value * math.exp(RECORD_PRIOR * z)))
+        def scaled(c: Cluster, z: float, name: str = name) -> Cluster:
+            return _with_record(c, kind, name, lambda value: _figure(value * math.exp(RECORD_PRIOR * z)))
 
-        highest = math.log(1 / getattr(own.efficiency, field)) / RECORD_PRIOR
+        highest = math.log(1 / getattr(own.efficiency, name)) / RECORD_PRIOR
         found.append(
-            Constant(f"{field} of {kind}", scaled, -8.0, highest, devices=found[0].devices, value=_record_value(kind, field))
+            Constant(f"{name} of {kind}", scaled, -8.0, highest, devices=found[0].devices, value=_record_value(kind, name))
         )
-    for field in ("launch_s", "matmul_half_s") if records else ():
-        start_s = getattr(own.efficiency, field)
+    for name in ("launch_s", "matmul_half_s") if records else ():
+        start_s = getattr(own.efficiency, name)
         unit_s = max(start_s, 2e-6)
 
-        def longer(c: Cluster, z: float, field: str = field, unit_s: float = unit_s) -> Cluster:
-            return _with_record(c, kind, field, lambda value: _figure(max(0.0, value + unit_s * z)))
+        def longer(c: Cluster, z: float, name: str = name, unit_s: float = unit_s) -> Cluster:
+            return _with_record(c, kind, name, lambda value: _figure(max(0.0, value + unit_s * z)))
 
         found.append(
             Constant(
-                f"{field.removesuffix('_s')} of {kind}",
+                f"{name.removesuffix('_s')} of {kind}",
                 longer,
                 -start_s / unit_s,
                 100.0,
                 devices=found[0].devices,
-                value=_record_value(kind, field),
+                value=_record_value(kind, name),
                 unit="s",
             )
         )
@@ -528,11 +591,11 @@ class Fit:
 
 @dataclass
 class _Slopes:
-    """Derivatives of the logarithms of predicted seconds: where, of each observation, of the links."""
+    """Derivatives of the logarithms of predicted seconds: where, of each observation, of the links and the runs elsewhere."""
 
     at: Vector
     of_plans: dict[int, Vector]
-    of_links: Vector
+    of_others: Vector
 
 
 @dataclass(frozen=True)
@@ -542,17 +605,30 @@ class _World:
     cluster: Cluster
     network: Network
     logs: dict[int, Vector]
-    link_logs: Vector
+    other_logs: Vector
 
 
 class Fitting:
-    """Fits of one cluster's constants to some observations and measured links, with what they share: derivatives above all."""
+    """Fits of one cluster's constants to some observations, measured links and runs elsewhere, with what they share: derivatives
+    above all."""
 
     def __init__(
-        self, cluster: Cluster, observations: Sequence[Observed], links: Sequence[LinkMeasurement] = (), records: bool = False
+        self,
+        cluster: Cluster,
+        observations: Sequence[Observed],
+        links: Sequence[LinkMeasurement] = (),
+        records: bool = False,
+        elsewhere: Sequence[Elsewhere] = (),
     ) -> None:
         self.cluster, self.observations, self.links = cluster, list(observations), list(links)
-        self.constants = constants_of(cluster, self.observations, self.links, records)
+        self.elsewhere = list(elsewhere)
+        self.constants = constants_of(cluster, self.observations, self.links, records, self.elsewhere)
+        self._estimates = [Estimate(each.plan, each.cluster) for each in self.elsewhere]
+        self._elsewhere_logs: dict[frozenset[GpuKind], Vector] = {}
+        counts = Counter(each.source for each in self.elsewhere)
+        alone = [1 / (ELSEWHERE_ERROR * counts[each.source] ** 0.25) for each in self.elsewhere]
+        self._other_weights = np.array([1 / LINK_ERROR] * len(self.links) + alone)
+        self._others_measured = np.log([*(one.seconds for one in self.links), *(each.iteration_s for each in self.elsewhere)])
         self._derivatives: _Slopes | None = None
         self._known: dict[bytes, _World] = {}
         self._links_used: dict[int, frozenset[str]] = {}
@@ -613,24 +689,28 @@ class Fitting:
                 z[index[name]] = (value - mean) / DEVICE_PRIOR
         return z
 
+    def elsewhere_s(self, cluster: Cluster) -> list[float]:
+        """Predicted seconds of the iterations elsewhere, with the kinds of a cluster."""
+        return [float(seconds) for seconds in np.exp(self._other_logs(cluster)[len(self.links) :])]
+
     # --- Residuals ---
 
     def _logs(self, chosen: Iterable[int], z: Vector) -> tuple[list[Vector], Vector]:
-        """Logarithms of predicted seconds: of each chosen observation the iteration and its instructions, and of the links."""
+        """Logarithms of predicted seconds: of each chosen observation the iteration and its instructions, and of all else."""
         key = z.tobytes()
         if key not in self._known:
             if len(self._known) > 8:
                 self._known.clear()
             cluster = applied(self.cluster, self.constants, z)
-            self._known[key] = _World(cluster, Network(cluster), {}, self._link_logs(cluster))
+            self._known[key] = _World(cluster, Network(cluster), {}, self._other_logs(cluster))
         world = self._known[key]
         for number in chosen:
             if number not in world.logs:
                 world.logs[number] = self._plan_logs(number, world.cluster, world.network)
-        return [world.logs[number] for number in chosen], world.link_logs
+        return [world.logs[number] for number in chosen], world.other_logs
 
     def _plan_logs(self, number: int, cluster: Cluster, network: Network) -> Vector:
-        """Logarithms of an observation's predicted seconds: of the iteration, then of its instructions."""
+        """Logarithms of an observation's predicted seconds: of the iteration, its instructions, messages and peaks."""
         each = self.observations[number]
         trace = simulate(each.plan, cluster, network=network, program=self._program(number))
         self._links_used.setdefault(number, frozenset(link.name for link in trace.links))
@@ -642,9 +722,9 @@ class Fitting:
             sent.get(key) or network.alone_s(message(network, each.plan, lanes[key[0]], lanes[key[1].peer], key[1]))
             for key in each.messages_s
         ]
-        return np.log(
-            [trace.iteration_s, *(max(seconds, 1e-12) for seconds in (*map(spans.__getitem__, each.spans_s), *messages))]
-        )
+        seconds = [trace.iteration_s, *map(spans.__getitem__, each.spans_s), *messages]
+        peaks = peaks_bytes(each.plan, cluster.stack) if each.peaks_bytes else {}
+        return np.log([*(max(value, 1e-12) for value in seconds), *(peaks[device] for device in each.peaks_bytes)])
 
     def _program(self, number: int) -> Program:
         """An observation's plan, compiled."""
@@ -652,10 +732,17 @@ class Fitting:
             self._programs[number] = compile_plan(self.observations[number].plan)
         return self._programs[number]
 
-    def _link_logs(self, cluster: Cluster) -> Vector:
-        """Logarithms of the predicted seconds of the measured links."""
+    def _other_logs(self, cluster: Cluster) -> Vector:
+        """Logarithms of the predicted seconds of the measured links, and of the runs elsewhere."""
+        if not self.links and not self.elsewhere:
+            return np.zeros(0)
         network = Network(cluster)
-        return np.log([max(link_s(network, one), 1e-12) for one in self.links])
+        of_links = np.log([max(link_s(network, one), 1e-12) for one in self.links])
+        kinds = {node.gpu.name: node.gpu for node in cluster.nodes}
+        key = frozenset(kinds.values())
+        if key not in self._elsewhere_logs:
+            self._elsewhere_logs[key] = np.log([estimate.iteration_s(kinds) for estimate in self._estimates])
+        return np.concatenate([of_links, self._elsewhere_logs[key]])
 
     def _weights(self, number: int) -> Vector:
         """One over the standard deviations of an observation's residuals."""
@@ -667,19 +754,21 @@ class Fitting:
             alone = len(lanes[lane].devices) == 1
             weights.append(1 / ((SPAN_ERROR if alone else LANE_ERROR) + CLOCK_S / max(seconds, CLOCK_S / 10)))
         weights += [1 / (MESSAGE_ERROR + CLOCK_S / max(seconds, CLOCK_S / 10)) for seconds in each.messages_s.values()]
+        weights += [1 / MEMORY_ERROR] * len(each.peaks_bytes)
         return np.array(weights)
 
     def _residuals(self, chosen: Sequence[int], z: Vector) -> Vector:
-        """Residuals of the chosen observations and of the links, in standard deviations; positive where more is predicted."""
-        logs, of_links = self._logs(chosen, z)
+        """Residuals of the chosen observations and of all else, in standard deviations; positive where more is predicted."""
+        logs, others = self._logs(chosen, z)
         parts = [(logs[n] - self._measured(number)) * self._weights(number) for n, number in enumerate(chosen)]
-        parts.append((of_links - np.log([one.seconds for one in self.links])) / LINK_ERROR)
+        parts.append((others - self._others_measured) * self._other_weights)
         return np.concatenate(parts)
 
     def _measured(self, number: int) -> Vector:
         """Logarithms of what an observation measured, as `_plan_logs` predicts it."""
         each = self.observations[number]
-        return np.log([each.iteration_s, *(max(s, 1e-12) for s in (*each.spans_s.values(), *each.messages_s.values()))])
+        seconds = [each.iteration_s, *each.spans_s.values(), *each.messages_s.values()]
+        return np.log([*(max(value, 1e-12) for value in seconds), *each.peaks_bytes.values()])
 
     # --- Derivatives ---
 
@@ -689,33 +778,34 @@ class Fitting:
         if found is None or np.abs(z - found.at).max() > STALE or not found.of_plans.keys() >= set(chosen):
             found = self._derivatives = self._differentiated(chosen, z)
         parts = [found.of_plans[number] * self._weights(number)[:, None] for number in chosen]
-        return np.concatenate([*parts, found.of_links / LINK_ERROR])
+        return np.concatenate([*parts, found.of_others * self._other_weights[:, None]])
 
     def _learn(self, chosen: Sequence[int], z: Vector, tried: Vector) -> None:
         """Nothing; lets the derivatives say of the way from z to a point what was found there (Broyden, 1965)."""
         move, found = tried - z, self._derivatives
         if found is None or not (length := float(move @ move)):
             return
-        (before, links_before), (there, links_there) = self._logs(chosen, z), self._logs(chosen, tried)
+        (before, others_before), (there, others_there) = self._logs(chosen, z), self._logs(chosen, tried)
         for n, number in enumerate(chosen):
             slopes = found.of_plans[number]
             slopes += np.outer(there[n] - before[n] - slopes @ move, move) / length
-        found.of_links += np.outer(links_there - links_before - found.of_links @ move, move) / length
+        found.of_others += np.outer(others_there - others_before - found.of_others @ move, move) / length
 
     def _differentiated(self, chosen: Sequence[int], z: Vector) -> _Slopes:
         """Derivatives of `_logs`, by differences; a constant that others are beside moves all of those."""
-        base, base_links = self._logs(chosen, z)
+        base, base_others = self._logs(chosen, z)
         count = len(self.constants)
         of_plans = {number: np.zeros((len(values), count)) for number, values in zip(chosen, base, strict=True)}
-        of_links = np.zeros((len(base_links), count))
+        of_others = np.zeros((len(base_others), count))
         summed = {constant.beside for constant in self.constants if constant.devices is not None}
         for i, constant in enumerate(self.constants):
-            if constant.name in summed:
-                continue
             step = STEP if z[i] + STEP <= constant.highest else -STEP
             moved = z.copy()
             moved[i] += step
             cluster = applied(self.cluster, self.constants, moved)
+            of_others[:, i] = (self._other_logs(cluster) - base_others) / step
+            if constant.name in summed:
+                continue
             network = Network(cluster)
             for number, values in zip(chosen, base, strict=True):
                 if constant.devices is not None and constant.devices.isdisjoint(self.observations[number].plan.devices):
@@ -723,16 +813,14 @@ class Fitting:
                 if constant.links is not None and constant.links.isdisjoint(self._links_used[number]):
                     continue
                 of_plans[number][:, i] = (self._plan_logs(number, cluster, network) - values) / step
-            if self.links:
-                of_links[:, i] = (self._link_logs(cluster) - base_links) / step
         index = {constant.name: i for i, constant in enumerate(self.constants)}
         for i, constant in enumerate(self.constants):
             if constant.beside in summed and constant.beside is not None:
                 # The logarithms of the speeds add up.
                 shared = index[constant.beside]
-                for slopes in (*of_plans.values(), of_links):
+                for slopes in of_plans.values():
                     slopes[:, shared] += slopes[:, i] * (self.constants[shared].own / constant.own)
-        return _Slopes(z.copy(), of_plans, of_links)
+        return _Slopes(z.copy(), of_plans, of_others)
 
     # --- Solving ---
 
@@ -859,6 +947,8 @@ class Calibrated:
     pairs: int
     best_rank: int | None
     """The place, from 1, of the measured best of the held-out plans in the predicted order."""
+    elsewhere: tuple[Errors, Errors] | None = None
+    """Of the runs elsewhere before and after, on which it was fitted too; None without any."""
 
 
 def calibrate(
@@ -868,8 +958,9 @@ def calibrate(
     holdout: float | None = None,
     seed: int = 0,
     several_models: bool = False,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> Calibrated:
-    """The cluster with the constants that runs and benchmarks tell; each has the name of its file.
+    """The cluster with the constants that runs and benchmarks tell, and runs elsewhere; each has the name of its file.
 
     The constants are fitted on all runs. How well they predict is told by plans held out of a fit: a fraction `holdout` of them,
     drawn with `seed`, out of one fit to the others; else every plan once, a part at a time. A bench gives its kind's figures and
@@ -877,12 +968,14 @@ def calibrate(
     where not `several_models` are said, too few of them, and a bench of a kind that the cluster does not have.
     """
     start, links = with_benches(cluster, benches), [one for _, bench in benches for one in bench.links]
-    names = tuple(name for name, _ in (*runs, *benches))
+    names = tuple(dict.fromkeys([*(name for name, _ in (*runs, *benches)), *(each.name for each in elsewhere)]))
+    rng = np.random.default_rng(seed)
     if not runs:
-        fitting = Fitting(start, [], links)
+        fitting = Fitting(start, [], links, elsewhere=elsewhere)
         _, fit = fitting.fit()
+        errors = _errors_elsewhere(fitting, cluster, fit.cluster, rng)
         return Calibrated(
-            fit.cluster, cluster, fit.constants, (), "no runs, no plans to hold out", None, None, None, None, 0, None
+            fit.cluster, cluster, fit.constants, (), "no runs, no plans to hold out", None, None, None, None, 0, None, errors
         )
     observations = observed(runs, start, several_models)
     if len(observations) < NEEDED_PLANS:
@@ -890,14 +983,14 @@ def calibrate(
             f"a fit needs runs of at least {NEEDED_PLANS} different plans, but there are {len(runs)} of {len(observations)}: "
             f"run {NEEDED_PLANS - len(observations)} more"
         )
-    count, rng = len(observations), np.random.default_rng(seed)
+    count = len(observations)
     order = [int(i) for i in rng.permutation(count)]
-    fitting = _chosen_fitting(start, observations, links, order)
+    fitting = _chosen_fitting(start, observations, links, elsewhere, order)
     z, fit = fitting.fit()
     if holdout is not None:
         out = order[: min(max(2, round(count * holdout)), count - 2)]
         kept = [observations[i] for i in sorted(set(range(count)) - set(out))]
-        apart = _chosen_fitting(start, kept, links, [int(i) for i in rng.permutation(len(kept))])
+        apart = _chosen_fitting(start, kept, links, elsewhere, [int(i) for i in rng.permutation(len(kept))])
         fitted = apart.fit()[1].cluster
         after = dict(zip(out, _simulated(fitted, [observations[i] for i in out]), strict=True))
         how = f"{len(out)} of {count} plans held out of one fit to the others"
@@ -925,7 +1018,10 @@ def calibrate(
     best = min(found, key=lambda one: one.measured_s)
     rank = sorted(found, key=lambda one: one.after_s).index(best) + 1
     calibrated = replace(fit.cluster, calibration=calibration)
-    return Calibrated(calibrated, cluster, fit.constants, found, how, errors_before, errors_after, spread, tau, pairs, rank)
+    errors = _errors_elsewhere(fitting, cluster, fit.cluster, rng)
+    return Calibrated(
+        calibrated, cluster, fit.constants, found, how, errors_before, errors_after, spread, tau, pairs, rank, errors
+    )
 
 
 def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Cluster:
@@ -953,14 +1049,18 @@ def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Clus
 
 
 def _chosen_fitting(
-    cluster: Cluster, observations: Sequence[Observed], links: Sequence[LinkMeasurement], order: Sequence[int]
+    cluster: Cluster,
+    observations: Sequence[Observed],
+    links: Sequence[LinkMeasurement],
+    elsewhere: Sequence[Elsewhere],
+    order: Sequence[int],
 ) -> Fitting:
     """The fitting of the constants; with those of efficiency records where that predicts measured plans held out better."""
-    plain = Fitting(cluster, observations, links)
+    plain = Fitting(cluster, observations, links, elsewhere=elsewhere)
     if observations[0].origin != "measured":
         return plain
     errors = []
-    for fitting in (plain, more := Fitting(cluster, observations, links, records=True)):
+    for fitting in (plain, more := Fitting(cluster, observations, links, True, elsewhere)):
         after, _ = _cross_validated(fitting, fitting.fit()[0], order)
         errors.append(sum(abs(math.log(seconds / observations[i].iteration_s)) for i, seconds in after.items()))
     return more if errors[1] < errors[0] else plain
@@ -981,6 +1081,19 @@ def _simulated(cluster: Cluster, observations: Iterable[Observed]) -> list[float
     """Simulated seconds of iterations."""
     network = Network(cluster)
     return [simulate(each.plan, cluster, network=network).iteration_s for each in observations]
+
+
+def _errors_elsewhere(
+    fitting: Fitting, before: Cluster, after: Cluster, rng: np.random.Generator
+) -> tuple[Errors, Errors] | None:
+    """The errors of the runs elsewhere with the kinds of two clusters; None without any."""
+    if not fitting.elsewhere:
+        return None
+    errors = []
+    for cluster in (before, after):
+        predicted = zip(fitting.elsewhere_s(cluster), fitting.elsewhere, strict=True)
+        errors.append(_errors([seconds / each.iteration_s - 1 for seconds, each in predicted], rng))
+    return errors[0], errors[1]
 
 
 def _errors(errors: Sequence[float], rng: np.random.Generator) -> Errors:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.calibration import (
-    calibration_json,
-    calibration_page,
-    constants_table,
-    errors_table,
-    not_told_line,
-    parity_axes,
-    sentences,
-    warnings,
-)
 from experiments.commands.options import ClusterFile, ReportFile, Seed, files_behind
 from experiments.exits import tell_error
 from experiments.output import outputs
-from sim.calibrate import Calibrated
-from sim.calibrate import calibrate as calibrated
 from sim.spec.bench import read_bench
 from sim.spec.cluster import cluster_yaml, read_cluster
 from sim.spec.reading import InputError
 from sim.spec.trace import read_trace
+
+if TYPE_CHECKING:
+    from sim.calibrate import Calibrated
 
 
 def _fraction(text: object) -> float:
@@ -58,6 +49,15 @@ def calibrate(
     links: Annotated[
         list[Path] | None,
         typer.Option("--links", metavar="FILE", help="As --bench, of links; may be repeated.", show_default=False),
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs",
+            metavar="FILE",
+            help="A CSV of runs elsewhere, as motley validate reads it: those on this cluster's kinds count.",
+            show_default=False,
+        ),
     ] = None,
     holdout: Annotated[
         float | None,
@@ -96,44 +96,52 @@ def calibrate(
       motley calibrate --cluster c.yaml --traces runs/*.json \\
         --out c.calibrated.yaml --report calibration.html
     """
+    from experiments import calibration as told  # scipy, only where something is fitted
+    from sim.calibrate import calibrate as calibrated
+
     given = [*(traces or ()), *(more or ())]
     benches = [*(bench or ()), *(links or ())]
-    if not given and not benches:
-        raise InputError("nothing to fit to: give --traces, --bench or --links")
+    if not given and not benches and runs is None:
+        raise InputError("nothing to fit to: give --traces, --bench, --links or --runs")
     if holdout is not None and not given:
         raise InputError(f"--holdout {holdout:g} is of runs' plans, but there are no --traces")
     for path in given:
         if given.count(path) > 1:
             raise InputError(f"--traces: {path} is given more than once")
     flags = {"--out": out, "--report": report, "--json": json_file, "--plot": plot}
-    files = outputs(flags, inputs=[cluster, *given, *benches])
+    files = outputs(flags, inputs=[cluster, *given, *benches, *([runs] if runs is not None else [])])
     if plot is not None:
         from experiments.pictures import check_picture  # matplotlib, only where something is drawn
 
         check_picture("--plot", plot)
     where = read_cluster(cluster)
     files.spare(files_behind(where))
-    runs = [(str(path), read_trace(path)) for path in given]
-    found = calibrated(where, runs, [(str(path), read_bench(path)) for path in benches], holdout, seed, several_models)
-    files.write("--out", cluster_yaml(found.cluster))
+    elsewhere = told.runs_elsewhere(runs, where) if runs is not None else []
+    ran = [(str(path), read_trace(path)) for path in given]
+    measured = [(str(path), read_bench(path)) for path in benches]
+    found = calibrated(where, ran, measured, holdout, seed, several_models, elsewhere)
+    text = cluster_yaml(found.cluster)
+    if found.cluster.calibration is None:
+        text = f"# Fitted on {', '.join(str(path) for path in (*benches, *([runs] if runs is not None else [])))}.\n{text}"
+    files.write("--out", text)
     if report is not None:
-        files.write("--report", calibration_page(found))
-    files.write("--json", calibration_json(found))
+        files.write("--report", told.calibration_page(found))
+    files.write("--json", told.calibration_json(found))
     if plot is not None:
         if not found.predictions:
             raise InputError(f"--plot {plot}: without runs there is nothing to draw")
         _draw(found, plot)
         files.tell(plot, None)
-    for line in warnings(found):
+    for line in told.warnings(found):
         tell_error(f"warning: {line}")
     if found.predictions:
         files.say(f"errors of the iteration time; {found.how}")
-        files.console.print(errors_table(found))
-        for line in sentences(found):
-            files.say(line)
-        files.console.print()
-    files.console.print(constants_table(found))
-    if (line_of_rest := not_told_line(found)) is not None:
+        files.console.print(told.errors_table(found))
+    for line in told.sentences(found):
+        files.say(line)
+    files.console.print()
+    files.console.print(told.constants_table(found))
+    if (line_of_rest := told.not_told_line(found)) is not None:
         files.say(line_of_rest)
     files.finish()
 
@@ -142,6 +150,7 @@ def _draw(found: Calibrated, path: Path) -> None:
     """Nothing; draws predicted over measured times into a file."""
     from matplotlib.figure import Figure
 
+    from experiments.calibration import parity_axes
     from experiments.plots import save_figure
 
     drawn = parity_axes(found.predictions, found.how).get_figure(root=True)

@@ -26,7 +26,6 @@ from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import (
     COMMUNICATOR_BYTES,
-    FRAGMENTATION_FRACTION,
     Holders,
     LaneShape,
     count_holders,
@@ -547,7 +546,7 @@ class _Settings:
             head_parameter_bytes=float(head * element_bytes),
             state_bytes=float(self._rules.state_bytes),
             logits_scale=float(stack.logits_scale),
-            fragmentation=FRAGMENTATION_FRACTION,
+            fragmentation=float(stack.fragmentation),
             communicator_bytes=float(COMMUNICATOR_BYTES),
             start_s=float(cluster.fabric.start_s),
             collective_scale=float(stack.collective_scale),

@@ -45,10 +45,6 @@ COMMUNICATOR_BYTES = 300 * 2**20
 smaller buffers of the other protocols. A device has one for each of: tensor-parallel group, context-parallel group, experts'
 group, pipeline, gradients."""
 
-FRAGMENTATION_FRACTION = 0.04
-"""What the allocator reserves beyond what is allocated at the peak, as a fraction of that: 2.8 to 9.3 %, and 2.8 to 6.5 %
-with 4,096 tokens a sequence, in the runs of SimuMax (Megatron-LM, B200), which print both."""
-
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1}
 """States in fp32 that an optimizer keeps of each parameter: two moments of AdamW, the momentum of SGD."""
 
@@ -375,7 +371,7 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     )
     return replace(
         allocated,
-        reserve=round(FRAGMENTATION_FRACTION * allocated.total),
+        reserve=round(software.fragmentation * allocated.total),
         context=round(software.context_bytes) + shape.communicators * COMMUNICATOR_BYTES,
     )
 

@@ -151,7 +151,7 @@ class BandwidthMatrix:
 
     names: tuple[str, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    """[sender][receiver]; the diagonal is infinite."""
+    """By sender, and for each by receiver; the diagonal is infinite."""
     file: Path | None = field(default=None, compare=False, repr=False)
     """The file that it was read from."""
 

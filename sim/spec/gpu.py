@@ -203,6 +203,15 @@ class GpuKind:
         return self.peak_flop_per_s.get(precision)
 
 
+CPU = "CPU"
+"""The kind in the catalogue; kinds of a cluster file whose names begin with it are CPUs, too."""
+
+
+def is_cpu(kind: GpuKind) -> bool:
+    """Whether the kind is that of CPUs."""
+    return fold(kind.name).startswith(fold(CPU))
+
+
 @lru_cache(maxsize=65536)
 def at_speed(kind: GpuKind, factor: float) -> GpuKind:
     """The kind that computes so many times as fast; of equal arguments always the same object."""

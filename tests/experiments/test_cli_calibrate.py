@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -56,10 +57,42 @@ def test_a_calibrated_cluster_is_written_and_told_and_simulate_gives_an_interval
     assert "expected in 90 % of runs" in capsys.readouterr().out
 
 
+def published_runs(path: Path, factor: float) -> Path:
+    """The path, to which it writes some published runs of A100s, their times multiplied by a factor."""
+    with (Path(__file__).parents[2] / "experiments" / "data" / "published_runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    needed = ("iter_time_s", "micro_batch", "recompute", "hidden")
+    usable = [row for row in rows if row["gpu_type"] == "A100-80GB-SXM" and all(row[name] for name in needed)]
+    # Of large layers, where the host is not waited for.
+    chosen = sorted((row for row in usable if float(row["hidden"]) >= 4096), key=lambda row: float(row["num_gpus"]))[:12]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(row | {"iter_time_s": str(factor * float(row["iter_time_s"]))} for row in chosen)
+    return path
+
+
+def test_published_runs_tell_the_speed_of_their_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "name: one\nnodes:\n  - {name: a, gpu: A100-80GB-SXM, gpus: 8, intra: nvswitch}\n", encoding="utf-8"
+    )
+    speeds = []
+    for factor in (1.0, 0.8):
+        runs, out = published_runs(tmp_path / "runs.csv", factor), tmp_path / f"{factor}.yaml"
+        assert run(["calibrate", "--cluster", str(tmp_path / "c.yaml"), "--runs", str(runs), "--out", str(out)]) == 0
+        told = capsys.readouterr().out
+        assert "runs elsewhere, on which it was fitted too" in told and "speed of A100-80GB-SXM" in told
+        assert out.read_text().startswith(f"# Fitted on {runs}.")
+        speeds.append(read_cluster(out).nodes[0].gpu.speed)
+    # The prior holds it back a little.
+    assert 1.1 < speeds[1] / speeds[0] < 1.3
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "nothing to fit to: give --traces, --bench or --links"),
+        ([], "nothing to fit to: give --traces, --bench, --links or --runs"),
+        (["--runs", "{published}"], "runs tells a whole plan and its iter_time_s on the kinds of 'mixed': CPU-large, CPU-small"),
         (["--traces", "{0}", "--traces", "{0}"], "0.json is given more than once"),
         (["--traces", "{0}", "{1}"], "at least 4 different plans, but there are 2 of 2: run 2 more"),
         (["--traces", "{plan}"], "motley: is missing; expected a trace written by Motley"),
@@ -70,7 +103,8 @@ def test_a_calibrated_cluster_is_written_and_told_and_simulate_gives_an_interval
 def test_bad_input_is_one_line_and_exit_code_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
-    places = {"0": folder / "0.json", "1": folder / "1.json", "plan": folder / "plan-0.json"}
+    published = published_runs(tmp_path / "runs.csv", 1.0)
+    places = {"published": published, "0": folder / "0.json", "1": folder / "1.json", "plan": folder / "plan-0.json"}
     words = [str(places[word[1:-1]]) if word.startswith("{") else word for word in more]
     assert run(["calibrate", "--cluster", str(folder / "c.yaml"), "--out", str(tmp_path / "out.yaml"), *words]) == 2
     told = capsys.readouterr().err

@@ -38,6 +38,8 @@ PLAN = read_plan(HERE / "plan.json")
 @register("logged")
 def logged(search):
     time.sleep(SECONDS)
+    while search.seed >= WAITING and not (HERE / "go").exists():
+        time.sleep(0.02)
     if search.seed == FATAL:
         os.kill(os.getpid(), signal.SIGKILL)
     with (HERE / "executed").open("a") as file:
@@ -53,8 +55,10 @@ def runs():
 """A sweep whose planner, which only its file has, notes every execution."""
 
 
-def sweep_file(world: World, count: int, seconds: float, fatal: int | None = None) -> str:
+def sweep_file(world: World, count: int, seconds: float, fatal: int | None = None, waiting: int | None = None) -> str:
+    """The sweep of so many runs that take so long each. Those from `waiting` on wait until there is a file `go`."""
     text = SWEEP.replace("COUNT", str(count)).replace("SECONDS", str(seconds)).replace("FATAL", str(fatal))
+    text = text.replace("WAITING", str(count if waiting is None else waiting))
     return world.write("sweep.py", text)
 
 
@@ -105,7 +109,7 @@ def session_is_empty(leader: int) -> bool:
 
 def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World) -> None:
     count, out = 18, world.folder / "out"
-    path = sweep_file(world, count, 0.1)
+    path = sweep_file(world, count, 0.1, waiting=14)
     before: list[int] = []
     executed: list[int] = []
     for how, enough in ((signal.SIGKILL, 5), (signal.SIGINT, 11)):
@@ -125,6 +129,7 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
     assert process.returncode == 130 and told.splitlines() == [
         f"motley: interrupted: {len(before)} of {count} runs are finished; the same command continues"
     ]
+    world.write("go", "")
     process = begin("sweep", path, "--out", out, "--processes", 2)
     said, told = process.communicate(timeout=120)
     assert process.returncode == 0, told

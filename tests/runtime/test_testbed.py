@@ -154,15 +154,18 @@ def test_a_testbed_that_is_not_up_is_told() -> None:
 
 # --- What does -------------------------------------------------------------------------------------------------------
 
+LATE = 1.6
+"""How many times as long as it should a message may take here: links of twice the rate are told apart."""
+
 
 @needs_root
 def test_links_have_the_rates_and_latencies_of_the_cluster(bed: testbed.Testbed) -> None:
-    # Of 1514 bytes on a wire 1448 are data; a wide-area link's rate is of data.
+    # Of 1514 bytes on a wire 1448 are data; a wide-area link's rate is of data. A busy machine is later, but never sooner.
     data = 1448 / 1514
-    assert message_s(bed, "near/0", "near/1", 500_000) == pytest.approx(500_000 / (25e6 * data), rel=0.1)
-    assert message_s(bed, "near/0", "far/0", 250_000) == pytest.approx(250_000 / 5e6 + 0.02, rel=0.1)
+    assert 0.9 < message_s(bed, "near/0", "near/1", 500_000) / (500_000 / (25e6 * data)) < LATE
+    assert 0.9 < message_s(bed, "near/0", "far/0", 250_000) / (250_000 / 5e6 + 0.02) < LATE
     # Two that share the wide-area link take twice as long.
-    assert message_s(bed, "near/0", "far/0", 250_000, at_once=2) == pytest.approx(500_000 / 5e6 + 0.02, rel=0.1)
+    assert 0.9 < message_s(bed, "near/0", "far/0", 250_000, at_once=2) / (500_000 / 5e6 + 0.02) < LATE
 
 
 @needs_root

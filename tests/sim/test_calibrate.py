@@ -10,6 +10,8 @@ import pytest
 
 from sim.calibrate import (
     Calibrated,
+    Elsewhere,
+    Fitting,
     Observed,
     Prediction,
     _interval,
@@ -17,6 +19,7 @@ from sim.calibrate import (
     calibrate,
     constants_of,
     observed,
+    peaks_bytes,
     run_spread,
 )
 from sim.engine import simulate
@@ -24,7 +27,7 @@ from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import LinkOverride
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
-from tests.calibration_runs import MIXED, hidden_factors, measured, random_plans, truth
+from tests.calibration_runs import EFFICIENCY, LARGE, MIXED, hidden_factors, measured, random_plans, truth
 
 WORLD = MIXED.without_nodes({"large-1", "small-1"})
 """Two nodes of two devices, at two sites."""
@@ -124,6 +127,60 @@ def test_a_device_without_a_run_keeps_its_kinds_speed() -> None:
     plans = [plan for plan in random_plans(40, 8, WORLD, batch=8) if len(plan.pipelines) == 1][:1]
     names = [told.name for told in constants_of(WORLD, observed([("a", measured(plans[0], TRUE, 1))], WORLD))]
     assert "speed of CPU-large" in names and "speed of small-0/1" in names
+
+
+def test_efficiency_records_are_fitted_where_measured_plans_tell_them() -> None:
+    # The truth has other fractions than the file, and the plans are of short and of long sequences: no speed stands for both.
+    alone = WORLD.without_nodes({"small-0"})
+    record = replace(EFFICIENCY, memory_fraction=0.4, attention_fraction=0.15)
+    true = replace(alone, nodes=(replace(alone.nodes[0], gpu=replace(LARGE, efficiency=record)),))
+    plans = [plan for length, batch in ((64, 6), (512, 2)) for plan in random_plans(4, length, alone, length, batch)]
+    some = [(f"{i}.json", measured(plan, true, i, origin="measured")) for i, plan in enumerate(plans)]
+    found = calibrate(alone, some)
+    after = {told.name: told.after for told in found.constants if told.told}
+    assert after["memory_fraction of CPU-large"] == pytest.approx(0.4, rel=0.1)
+    assert after["attention_fraction of CPU-large"] == pytest.approx(0.15, rel=0.1)
+    assert found.errors_after is not None and found.errors_before is not None
+    assert found.errors_after.largest < 0.05 < found.errors_before.median
+
+
+def test_what_a_gpus_allocator_keeps_is_fitted_to_peaks() -> None:
+    gpus = replace(
+        WORLD, nodes=tuple(replace(node, gpu=replace(node.gpu, name=node.gpu.name.replace("CPU", "GPU"))) for node in WORLD.nodes)
+    )
+    stack = replace(gpus.stack, name="own", activation_scale=1.4, fragmentation=0.12)
+    plans, rng = [*random_plans(4, 5, gpus, batch=6), *random_plans(4, 6, gpus, 256, 12)], np.random.default_rng(0)
+    some = []
+    for i, plan in enumerate(plans):
+        peaks = {name: round(num_bytes * rng.normal(1, 0.01)) for name, num_bytes in peaks_bytes(plan, stack).items()}
+        some.append((f"{i}.json", replace(measured(plan, gpus, i, origin="measured"), peak_bytes=peaks)))
+    _, fit = Fitting(gpus, observed(some, gpus)).fit()
+    told = {one.name: one for one in fit.constants if one.told}
+    assert told["stack.activation_scale"].after == pytest.approx(1.4, rel=0.05)
+    assert told["stack.fragmentation"].after == pytest.approx(0.12, abs=0.02)
+    # No bytes of a paced run, nor of a CPU's process.
+    assert not any(each.peaks_bytes for each in observed([(name, replace(trace, origin="paced")) for name, trace in some], gpus))
+    assert not any(each.peaks_bytes for each in observed([("a", measured(PLANS[0], TRUE, 1, origin="measured"))], WORLD))
+
+
+def test_runs_elsewhere_tell_the_speed_of_a_kind() -> None:
+    # They ran on another cluster with the large kind, 1.25 times as fast as the file says.
+    there = replace(WORLD.without_nodes({"small-0"}), name="elsewhere")
+    faster = replace(there, nodes=(replace(there.nodes[0], gpu=replace(LARGE, speed=1.25)),))
+    some = [Elsewhere("runs.csv", "a", plan, there, simulate(plan, faster).iteration_s) for plan in random_plans(8, 3, there)]
+    found = calibrate(WORLD, [], elsewhere=some)
+    told = {one.name: one for one in found.constants}
+    assert told["speed of CPU-large"].told and told["speed of CPU-large"].after == pytest.approx(1.25, rel=0.03)
+    assert "speed of CPU-small" not in told
+    assert found.elsewhere is not None
+    before, after = found.elsewhere
+    assert after.median < 0.03 and before.median > 0.1
+    # Runs here weigh more: they say 1.
+    here = [(f"{i}.json", measured(plan, WORLD, i)) for i, plan in enumerate(PLANS[:4])]
+    together = calibrate(WORLD, here, elsewhere=some, holdout=0.5).cluster
+    for device in together.devices:
+        assert device.gpu.speed == pytest.approx(1, rel=0.02)
+    assert together.calibration is not None and "runs.csv" in together.calibration.fitted_on
 
 
 # --- Bad input -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""`motley loop` with runs whose truth is known: each is simulated on a cluster that the loop is not told of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import run
+from experiments.commands import loop
+from experiments.pacing import pace
+from runtime.settings import Settings
+from sim.engine import simulate
+from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
+from sim.spec.compile import compile_plan
+from sim.spec.pace import read_pace
+from sim.spec.plan import Plan, read_plan
+from sim.spec.trace import Trace, read_trace
+from tests.calibration_runs import MIXED, hidden_factors, measured, truth
+
+WORLD = MIXED.without_nodes({"large-1", "small-1"})
+TRUE = truth(WORLD, hidden_factors(WORLD, seed=8))
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass
+class Told:
+    trace: Trace
+
+
+@dataclass
+class World:
+    """A folder with a cluster, its truth and a model, and how many runs were made."""
+
+    folder: Path
+    runs: int = 0
+
+    def loop(self, *more: str, rounds: int = 3) -> int:
+        return run(
+            [
+                *("loop", "--cluster", str(self.folder / "c.yaml"), "--model", str(self.folder / "model.json")),
+                *("--global-batch", "8", "--seq-len", "64", "--data", f"text:{self.folder}", "--out", str(self.folder / "out")),
+                *("--devices", "paced", "--paced-as", str(self.folder / "true.yaml")),
+                *("--plans", "4", "--rounds", str(rounds), "--budget", "300ms", *more),
+            ]
+        )
+
+    def run_told(self, path: Path, plan: Plan, settings: Settings, model: str | None, cluster: Cluster | None) -> Told:
+        """In the place of a run; checks what it is told first."""
+        self.runs += 1
+        assert read_plan(path) == plan and model is None and cluster is not None
+        assert settings.pace is not None
+        assert read_pace(settings.pace, plan, compile_plan(plan)) == pace(plan, TRUE)  # the truth, not the cluster
+        return Told(measured(plan, TRUE, self.runs))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path)
+    (tmp_path / "c.yaml").write_text(cluster_yaml(WORLD))
+    (tmp_path / "true.yaml").write_text(cluster_yaml(TRUE))
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    monkeypatch.setattr(loop, "run_told", made.run_told)
+    return made
+
+
+def test_it_ends_when_the_order_is_as_predicted_and_a_stopped_one_goes_on(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.loop(rounds=1) == 0
+    capsys.readouterr()
+    first = world.runs
+    assert first == len(list((world.folder / "out" / "runs").glob("*.json"))) >= 2
+
+    assert world.loop(rounds=3) == 0
+    told = capsys.readouterr().out
+    assert "the order is as predicted" in told and "round 2" in told
+    out = world.folder / "out"
+    traces = [read_trace(path) for path in (out / "runs").glob("*.json")]
+    assert world.runs == len(traces)  # what had run was not run again
+    best = min(traces, key=lambda trace: trace.iteration_s)
+    assert read_plan(out / "plan.json") == best.plan
+    found = read_cluster(out / "calibrated.yaml")
+    for trace in traces:
+        assert simulate(trace.plan, found).iteration_s == pytest.approx(simulate(trace.plan, TRUE).iteration_s, rel=0.02)
+    before = [simulate(trace.plan, WORLD).iteration_s / trace.iteration_s - 1 for trace in traces]
+    assert max(map(abs, before)) > 0.05
+
+    # With all of it there, nothing runs; a trace that is gone is made again.
+    assert world.loop(rounds=3) == 0
+    assert world.runs == len(traces) and capsys.readouterr().out == told
+    next((out / "runs").glob("*.json")).unlink()
+    assert world.loop(rounds=3) == 0
+    assert world.runs == len(traces) + 1
+
+
+def test_another_loops_folder_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    (world.folder / "out").mkdir()
+    (world.folder / "out" / "loop.json").write_text('{"cluster": "name: other"}')
+    assert world.loop() == 2
+    assert "has a loop of another cluster; take another folder" in capsys.readouterr().err
+    assert world.runs == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--devices", "slow"], "--devices is real or paced, but got 'slow'"),
+        (["--devices", "real"], "--paced-as is of paced devices"),
+        (["--plans", "1"], "at least 2"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    world: World, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert world.loop(*more) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+    assert not (world.folder / "out").exists()
