@@ -1,71 +1,108 @@
-"""Estimates for a search: `sim.cost.estimates`, whose arithmetic another process compiles while the search begins without it."""
+"""Estimates for a search: `sim.cost.estimates`, whose arithmetic is compiled beside the search, once on a machine.
+
+That takes about twenty seconds, which a search may not have. So a process of its own does it (`python -m partition.estimated`),
+which outlives the search where it must: what it compiles is kept on disk, and the next search has it.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
 from importlib.util import find_spec
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from partition.parallel import can_fork
 from sim.cost.estimates import Estimates
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Intra, Node
+from sim.spec.gpu import gpu_kind
 from sim.spec.job import Job
-from sim.spec.plan import Plan
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.transformer import transformer
 
-MOST_WAIT_S = 600.0
-"""A search without an end to its budget waits so long."""
+POLL_S = 0.05
 
-COMPILATION_S = 60.0
-"""What the compilation may take. Where no process can be beside the search, it is left out unless there is so much time."""
+MOST_WAIT_S = 60.0
+"""A search without an end to its budget waits so long; one that has so much time left compiles itself where others fail to."""
+
+BUSY = 3
+"""The exit code of a compilation that leaves it to another one."""
 
 
 class Preparation:
-    """The preparation of a job's estimates, by estimates of some plans.
+    """The estimates of a job's plans, as soon as their arithmetic is compiled."""
 
-    The first one on a machine is compiled, for half a minute; the compiled arithmetic is kept on disk, and from then on it is
-    there within a second. So it happens in a process beside the search, which asks from time to time whether it is done.
-    """
-
-    def __init__(self, cluster: Cluster, job: Job, plans: Sequence[Plan]) -> None:
-        self._cluster, self._job, self._plans = cluster, job, plans
+    def __init__(self, cluster: Cluster, job: Job) -> None:
+        self._cluster, self._job = cluster, job
         self._estimates: Estimates | None = None
-        self._process: BaseProcess | None = None
-        if can_fork():
-            self._process = multiprocessing.get_context("fork").Process(target=self._compile, daemon=True)
-            self._process.start()
-
-    def _compile(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends its children
-        Estimates(self._cluster, self._job).many(self._plans)
+        self._compilation = None if is_compiled() else _compile_beside()
 
     def estimates(self, wait_s: float = 0.0) -> Estimates | None:
-        """The estimates, or None where they are not prepared within these seconds."""
+        """The estimates, or None where their arithmetic is not compiled within these seconds."""
         if self._estimates is None:
-            if self._process is None:
-                if wait_s < COMPILATION_S and not _compiled():
+            end = time.monotonic() + min(max(wait_s, 0.0), MOST_WAIT_S)
+            while not is_compiled():
+                failed = self._compilation is not None and self._compilation.poll() not in (None, BUSY)
+                if failed and wait_s >= MOST_WAIT_S:
+                    break
+                if failed or time.monotonic() >= end:
                     return None
-            else:
-                self._process.join(min(max(wait_s, 0.0), MOST_WAIT_S))
-                if self._process.is_alive():
-                    return None
+                time.sleep(POLL_S)
             self._estimates = Estimates(self._cluster, self._job)
         return self._estimates
 
-    def end(self) -> None:
-        """Nothing; ends the preparation where it is not done."""
-        if self._process is not None and self._process.is_alive():
-            self._process.kill()
-            self._process.join()
 
-
-def _compiled() -> bool:
+def is_compiled() -> bool:
     """Whether numba has kept the compiled arithmetic beside its source."""
-    found = find_spec("sim.cost.recurrence")
-    if found is None or found.origin is None:
-        return False
-    source = Path(found.origin)
+    source = _source()
     kept = source.parent.glob(f"__pycache__/{source.stem}.evaluate-*.nbi")
     return any(file.stat().st_mtime >= source.stat().st_mtime for file in kept)
+
+
+def _source() -> Path:
+    """The file of the arithmetic."""
+    found = find_spec("sim.cost.recurrence")
+    assert found is not None and found.origin is not None
+    return Path(found.origin)
+
+
+def _compile_beside() -> subprocess.Popen[bytes]:
+    """The process that compiles the arithmetic. It belongs to no terminal, so that Ctrl-C does not end it."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        [sys.executable, "-m", "partition.estimated"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=nothing,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,
+    )
+
+
+def main() -> int:
+    """The exit code; compiles the arithmetic by the estimate of a plan, unless another process is at it."""
+    try:
+        import fcntl
+    except ImportError:  # elsewhere two may do the same
+        pass
+    else:
+        name = sha256(str(_source()).encode()).hexdigest()[:16]
+        lock = (Path(tempfile.gettempdir()) / f"motley-{os.getuid()}-{name}.lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return BUSY
+        os.nice(5)
+    job = Job(transformer("gpt3-125m"), 512, 4)
+    cluster = Cluster("one", (Node("a", gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9)),))
+    stages = [[Stage((Replica((f"a/{2 * p + s}",), 1),), ((6 * s, 6 * s + 6),)) for s in range(2)] for p in range(2)]
+    pipelines = tuple(Pipeline(1, 2, tuple(own)) for own in stages)
+    Estimates(cluster, job).iteration_s(Plan(cluster.name, "gpt3-125m", 512, 4, pipelines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

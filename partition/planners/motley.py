@@ -150,27 +150,23 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        try:
-            # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
-            for start in islice(self.starts(), FIRST_STARTS):
-                self.score_s(start)
-            self.judge_best()
-            copies = self._copies()
-            if copies > 1:
-                for layout in self._copied(copies):
-                    self.score_s(layout)
-                    if self.late(WALKED) and self.found:
-                        break
-            if copies == 1 or not self.found:
-                self.begin()
-            self.prepare()
-            self.judge_best()
-            self.resettle()
-            self.explore()
-            self.finish()
-        finally:
-            if self.preparation is not None:
-                self.preparation.end()
+        self.preparation = Preparation(self.search.cluster, self.job)
+        # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
+        for start in islice(self.starts(), FIRST_STARTS):
+            self.score_s(start)
+        self.judge_best()
+        copies = self._copies()
+        if copies > 1:
+            for layout in self._copied(copies):
+                self.score_s(layout)
+                if self.late(WALKED) and self.found:
+                    break
+        if copies == 1 or not self.found:
+            self.begin()
+        self.judge_best()
+        self.resettle()
+        self.explore()
+        self.finish()
 
     def begin(self) -> None:
         """Prices the starts, and what the graph partition finds, side by side where there are cores for both."""
@@ -206,12 +202,6 @@ class _Hunt:
             self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
         best = islice(climb.ranked() if climb.priced else (), FINALISTS // 2)
         return self.ranked(), [(self.pricing.price_s(draft, settings), draft, settings) for draft, settings in best]
-
-    def prepare(self) -> None:
-        """Has the estimates prepared, by those of some layouts."""
-        plans = [make_plan(self.search.cluster, self.job, draft, layout.settings) for _, layout, draft in self.ranked()[:WALKS]]
-        if plans:
-            self.preparation = Preparation(self.search.cluster, self.job, plans)
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""

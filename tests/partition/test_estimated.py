@@ -12,6 +12,7 @@ import pytest
 from partition import estimated
 from partition.drafts import Settings, make_plan, stage
 from partition.estimated import Preparation
+from sim.cost.estimates import Estimates
 from sim.simulation import simulation
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline
@@ -23,7 +24,7 @@ PLAN = make_plan(WORLD, JOB, DRAFT, Settings())
 
 
 def test_the_estimates_of_a_plan_that_meets_no_other_are_the_simulation_s() -> None:
-    preparation = Preparation(WORLD, JOB, [PLAN])
+    preparation = Preparation(WORLD, JOB)
     found = preparation.estimates(math.inf)
     assert found is not None and found is preparation.estimates()
     simulated = simulation(WORLD, JOB, 0)(PLAN)
@@ -31,32 +32,53 @@ def test_the_estimates_of_a_plan_that_meets_no_other_are_the_simulation_s() -> N
     assert found.iteration_s(PLAN) == pytest.approx(simulated.iteration_s, rel=1e-9)
 
 
-def test_a_preparation_that_is_ended_leaves_no_process() -> None:
-    preparation = Preparation(WORLD, JOB, [PLAN])
-    process = preparation._process
-    assert process is not None
-    preparation.end()
-    assert not process.is_alive()
+class Compilation:
+    """A process that compiles, and has this exit code."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_alone_it_compiles_only_in_good_time(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    monkeypatch.setattr(estimated, "can_fork", lambda: False)
-    monkeypatch.setattr(estimated, "_compiled", lambda: compiled)
-    assert (Preparation(WORLD, JOB, [PLAN]).estimates(1.0) is not None) == compiled
-    assert Preparation(WORLD, JOB, [PLAN]).estimates(100.0) is not None
+@pytest.mark.parametrize(
+    ("code", "wait_s", "there"), [(None, 0.1, False), (estimated.BUSY, 0.1, False), (1, 0.1, False), (1, math.inf, True)]
+)
+def test_until_it_is_compiled_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, wait_s: float, there: bool
+) -> None:
+    monkeypatch.setattr(estimated, "is_compiled", lambda: False)
+    monkeypatch.setattr(estimated, "_compile_beside", lambda: Compilation(code))
+    assert (Preparation(WORLD, JOB).estimates(wait_s) is not None) == there
+
+
+def test_it_is_waited_for_until_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(estimated, "is_compiled", lambda: asked.append(0) or len(asked) > 3)
+    monkeypatch.setattr(estimated, "_compile_beside", lambda: Compilation(None))
+    assert Preparation(WORLD, JOB).estimates(30.0) is not None and len(asked) == 4
+
+
+def test_one_process_at_a_time_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimated.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(estimated.os, "nice", lambda by: None)
+    codes: list[int] = []
+    monkeypatch.setattr(estimated, "Estimates", lambda *_: codes.append(estimated.main()) or Estimates(WORLD, JOB))
+    monkeypatch.setattr(Estimates, "iteration_s", lambda *_: 1.0)
+    assert estimated.main() == 0 and codes == [estimated.BUSY]
 
 
 def test_what_was_compiled_of_an_older_source_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "recurrence.py"
     source.write_text("")
     monkeypatch.setattr(estimated, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
-    assert not estimated._compiled()
+    assert not estimated.is_compiled()
     kept = tmp_path / "__pycache__" / "recurrence.evaluate-1.py311.nbi"
     kept.parent.mkdir()
     kept.write_text("")
     os.utime(source, (1000, 1000))
     os.utime(kept, (999, 999))
-    assert not estimated._compiled()
+    assert not estimated.is_compiled()
     os.utime(kept, (1001, 1001))
-    assert estimated._compiled()
+    assert estimated.is_compiled()
