@@ -152,11 +152,16 @@ class _Hunt:
         """The whole search; see the head of this file."""
         self.preparation = Preparation(self.search.cluster, self.job)
         # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
-        for start in islice(self.starts(), FIRST_STARTS):
+        starts = self.starts()
+        for start in islice(starts, FIRST_STARTS):
             self.score_s(start)
         self.judge_best()
         copies = self._copies()
         if copies > 1:
+            for start in starts:
+                if self.late(STARTED):
+                    break
+                self.score_s(start)
             for layout in self._copied(copies):
                 self.score_s(layout)
                 if self.late(WALKED) and self.found:
