@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Sequence
@@ -48,6 +47,8 @@ Stages: TypeAlias = Sequence[tuple[list[str], int, int, str]]
 
 def main() -> None:
     """Nothing; see the head of the file."""
+    from run import machine  # imports torch, which the fits do not need
+
     parser = argparse.ArgumentParser(description="Calibrates on half of the plans that ran, and tells of the other half.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--runs", type=Path, help="the folder of runs on the testbed")
@@ -72,7 +73,7 @@ def main() -> None:
     lines = [
         f"{len(runs)} {runs[0][1].origin} runs of {len({name.rsplit('.', 1)[0] for name, _ in runs})} plans on {cluster.name}",
         f"{found.how}, drawn with seed {asked.seed}",
-        f"{platform.platform()}, {os.cpu_count()} cores; the fits took {took_s:.0f} s",
+        f"{machine()}; the fits took {took_s:.0f} s",
         "",
         f"{'|predicted / measured - 1|':32s}{'before':>26s}{'after':>26s}",
         *(f"{name:32s}{before:>26s}{after:>26s}" for name, before, after in error_rows(found)),
