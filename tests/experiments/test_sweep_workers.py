@@ -91,18 +91,6 @@ def wait_for(true: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def ended(process: subprocess.Popen[str], how: signal.Signals) -> str:
-    """What a process that was told to end has said on standard error. Python loses a Ctrl-C now and then, in a destructor or a
-    callback whose exceptions go nowhere; who sees nothing happen presses it again.
-    """
-    for _ in range(4):
-        try:
-            return process.communicate(timeout=15)[1]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, how)
-    return process.communicate(timeout=15)[1]
-
-
 def executions(world: World) -> list[tuple[int, int]]:
     """The seed of every run that was executed, and the process that did it."""
     lines = (world.folder / "executed").read_text().splitlines()
@@ -131,7 +119,7 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
         finally:
             # kill -9 ends the process that it names, Ctrl-C reaches all processes of a terminal.
             (os.kill if how == signal.SIGKILL else os.killpg)(process.pid, how)
-        told = ended(process, how)
+        _, told = process.communicate(timeout=60)
         now = finished_seeds(out)
         assert now[: len(before)] == before and enough <= len(now) < count
         wait_for(lambda: session_is_empty(process.pid), 30)  # noqa: B023 - no process is left behind
