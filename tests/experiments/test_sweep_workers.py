@@ -72,7 +72,13 @@ def begin(*arguments: object, environment: Mapping[str, str] | None = None) -> s
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heeding_interrupts,
     )
+
+
+def _heeding_interrupts() -> None:
+    """Undoes that a shell has what it starts in the background ignore Ctrl-C, and all that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finished_seeds(out: Path) -> list[int]:
