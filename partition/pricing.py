@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -31,7 +32,7 @@ from partition.drafts import Draft, Settings, stage
 from sim.cost.collectives import across_lanes, between_lanes, collective
 from sim.cost.compute import ComputeCost, TensorCollective
 from sim.cost.network import Network
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import (
     PRECISION_BYTES,
     RECOMPUTE,
@@ -48,11 +49,16 @@ Devices: TypeAlias = tuple[str, ...]
 Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
 """Forward and backward seconds of a pipeline's stages, and their nodes."""
 
+Exchange: TypeAlias = tuple[float, float, tuple[tuple[object, float], ...]]
+"""Seconds of an exchange of gradients, of the gather of parameters after it, and those that the former keeps each link busy."""
+
 GRADIENT_BYTES = PRECISION_BYTES["fp32"]
 ROUNDS = 3
 """How often the price is corrected for the contention that follows from it."""
-MOST_COURSES = 20_000
-"""So many pipelines are remembered."""
+MOST_COURSES, MOST_EXCHANGES = 20_000, 100_000
+"""So many pipelines, and exchanges between certain devices, are remembered."""
+FEW_STAGES = 24
+"""Up to so many, loops over stages are faster than arrays."""
 CROWDED = 0.95
 """The share of a link's time that others may take before a message on it is priced as if they took no more."""
 
@@ -135,19 +141,48 @@ class Course:
         return fill_s + self.micro_batches * period_s
 
 
-class Pricing:
-    """Quick prices of the drafts of one job on one cluster. What it finds out of stages and links it keeps."""
+@dataclass(frozen=True)
+class _Sorts:
+    """Nodes and devices that are alike for what goes between nodes."""
 
-    def __init__(self, cluster: Cluster, job: Job) -> None:
+    nodes: Sequence[Sequence[str]]
+    """The nodes of each sort, in the order of rings and trees; none where every node has figures of its own."""
+    places: Mapping[str, tuple[int, int]]
+    """Of a node: where it is in that order, and its sort."""
+    ways: Mapping[str, Sequence[Sequence[str]]]
+    """The devices of a node, by what decides their paths to other nodes."""
+    devices: Mapping[str, tuple[str, int]]
+    """Of a device: its node, and which of the node's ways it has."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A cluster that is made of equal parts: its network, and for each part its devices by those of the first."""
+
+    network: Network
+    parts: tuple[Mapping[str, str], ...]
+
+
+class Pricing:
+    """Quick prices of the drafts of one job on one cluster. What it finds out of stages and links it keeps.
+
+    With a `whole` the cluster is its first part, and a draft stands on all parts, which exchange their gradients.
+    """
+
+    def __init__(self, cluster: Cluster, job: Job, whole: Whole | None = None) -> None:
         self.cluster, self.job = cluster, job
         self.network = Network(cluster)
+        self._across = whole.network if whole is not None else self.network
+        """The network over which gradients are exchanged."""
+        self._parts = whole.parts if whole is not None else ()
         self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
         self._stages: dict[object, StageSeconds] = {}
         self._alike: dict[StageSeconds, StageSeconds] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
         self._courses: dict[object, tuple[tuple[Stage, ...], Course]] = {}
-        self._exchanges: dict[object, tuple[float, float, tuple[tuple[int, float], ...]]] = {}
+        self._asked: dict[object, Exchange] = {}
+        self._exchanges: dict[object, tuple[float, float, tuple[tuple[tuple[tuple[str, ...], ...], float], ...]]] = {}
 
     # --- Pieces ---
 
@@ -325,7 +360,7 @@ class Pricing:
         """When gradients are reduced and parameters gathered, given the end of each pipeline's last backward."""
         model = self.job.model
         last = [len(pipeline.stages) - 1 for pipeline in draft]
-        if len(draft) == 1 and not (model.tied_embeddings and last[0]):
+        if len(draft) == 1 and not self._parts and not (model.tied_embeddings and last[0]):
             return done[0]
         ready = []
         for course, end_s in zip(courses, done, strict=True):
@@ -334,44 +369,125 @@ class Pricing:
             ready.append([end_s - seconds for seconds in after])
         reduce = "all_reduce" if settings.zero_stage == 0 else "reduce_scatter"
         element_bytes = PRECISION_BYTES[self.job.precision]
-        links = self.network.links
         free: dict[tuple[int, int], float] = {}
         gathering: dict[tuple[int, int], float] = {}
-        loads: dict[int, float] = {}
+        loads: dict[object, float] = {}
         first_s, reduced_s = math.inf, max(done)
         for parameters, members in self._shared(draft, last):
-            if len(members) < 2 or parameters == 0:
+            if (len(members) < 2 and not self._parts) or parameters == 0:
                 continue
             lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
             reduce_s, gather_s, transfer_loads = self._exchange(reduce, lanes, parameters)
             begin_s = max(max(free.get((p, s), 0.0), ready[p][s]) for p, s in members)
             end_s = begin_s + reduce_s
             first_s, reduced_s = min(first_s, begin_s), max(reduced_s, end_s)
-            for link, load in transfer_loads:
-                loads[link] = loads.get(link, 0.0) + load
+            for link, load_s in transfer_loads:
+                loads[link] = loads.get(link, 0.0) + load_s
             for member in members:
                 free[member] = end_s
                 gathering[member] = gathering.get(member, 0.0) + gather_s
-        floor_s = max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in loads.items()), default=0.0)
+        floor_s = max(loads.values(), default=0.0)
         reduced_s = max(reduced_s, first_s + floor_s) if loads else reduced_s
         # A gather puts as many elements on the same links as the reduce-scatter did.
         floor_s *= element_bytes / GRADIENT_BYTES if settings.zero_stage else 0.0
         return reduced_s + max(floor_s, max(gathering.values(), default=0.0))
 
-    def _exchange(
-        self, reduce: str, lanes: tuple[Devices, ...], parameters: int
-    ) -> tuple[float, float, tuple[tuple[int, float], ...]]:
+    def _exchange(self, reduce: str, lanes: tuple[Devices, ...], parameters: int) -> Exchange:
         """Seconds of a reduction of so many gradients, of the gather that follows under ZeRO, and the former's loads."""
-        key = (reduce, lanes, parameters)
+        asked = (reduce, lanes, parameters)
+        known = self._asked.get(asked)
+        if known is None:
+            if len(self._asked) >= MOST_EXCHANGES:
+                self._asked.clear()
+            known = self._asked[asked] = self._found_exchange(*asked)
+        return known
+
+    def _found_exchange(self, reduce: str, lanes: tuple[Devices, ...], parameters: int) -> Exchange:
+        """See `_exchange`."""
+        likened, names = self._likened(lanes, ordered=reduce == "all_reduce")
+        key = (reduce, likened, parameters)
         found = self._exchanges.get(key)
         if found is None:
-            transfer = across_lanes(self.network, reduce, lanes, parameters * GRADIENT_BYTES)
+            network = self._across
+            holders = tuple([tuple([part[name] for name in lane]) for part in self._parts for lane in likened]) or likened
+            transfer = across_lanes(network, reduce, holders, parameters * GRADIENT_BYTES)
             gather_s = 0.0
             if reduce == "reduce_scatter":
                 num_bytes = parameters * PRECISION_BYTES[self.job.precision]
-                gather_s = self.network.alone_s(across_lanes(self.network, "all_gather", lanes, num_bytes))
-            found = self._exchanges[key] = self.network.alone_s(transfer), gather_s, transfer.loads
-        return found
+                gather_s = network.alone_s(across_lanes(network, "all_gather", holders, num_bytes))
+            loads = []
+            for number, carried in transfer.loads:
+                link = network.links[number]
+                ends = tuple([tuple(end.split("/")) for end in link.name.split(">")])
+                if not self._parts or any(end[0] in names for end in ends):  # the other parts' are as the first one's
+                    loads.append((ends, carried / link.capacity_bytes_per_s))
+            found = self._exchanges[key] = network.alone_s(transfer), gather_s, tuple(loads)
+        reduce_s, gather_s, held = found
+        # A link's end is a device, or something of a node.
+        return reduce_s, gather_s, tuple([(tuple([_renamed(end, names) for end in ends]), load_s) for ends, load_s in held])
+
+    def _likened(self, lanes: tuple[Devices, ...], ordered: bool) -> tuple[tuple[Devices, ...], Mapping[str, str]]:
+        """The lanes on the first nodes and devices of their sorts, and the names there of what they are on; or none, as they are.
+
+        What they exchange takes as long there, and fewer exchanges are to be found out about. With `ordered` the nodes keep
+        their order, on which the load of trees depends; rings are the same in any.
+        """
+        sorts = self._sorts
+        by_node: dict[str, list[tuple[tuple[int, ...], Devices]]] = {}
+        for lane in lanes:
+            node = sorts.devices[lane[0]][0]
+            by_node.setdefault(node, []).append((tuple([sorts.devices[name][1] for name in lane]), lane))
+            if any(sorts.devices[name][0] != node for name in lane):
+                return lanes, {}
+        if not sorts.nodes or (len(by_node) == 1 and not self._parts):
+            return lanes, {}
+        placed = [(*sorts.places[node], sorted(held), node) for node, held in by_node.items()]
+        placed.sort(key=lambda entry: entry[0] if ordered else (entry[1], [ways for ways, _ in entry[2]]))
+        found, names, met, last = [], {}, [0] * len(sorts.nodes), -1
+        for _, sort, held, node in placed:
+            alike = sorts.nodes[sort]
+            while ordered and met[sort] < len(alike) and sorts.places[alike[met[sort]]][0] < last:
+                met[sort] += 1
+            if met[sort] == len(alike):
+                return lanes, {}
+            chosen = alike[met[sort]]
+            met[sort] += 1
+            last = sorts.places[chosen][0]
+            names[chosen] = node
+            used = [0] * len(sorts.ways[chosen])
+            for ways, lane in held:
+                made = []
+                for way, name in zip(ways, lane, strict=True):
+                    first = sorts.ways[chosen][way][used[way]]
+                    used[way] += 1
+                    made.append(first)
+                    names[first] = name
+                found.append(tuple(made))
+        return tuple(found), names
+
+    @cached_property
+    def _sorts(self) -> _Sorts:
+        """Which nodes and devices are alike for what goes between nodes."""
+        cluster = self.cluster
+        numbers: dict[Node, int] = {}
+        places: dict[str, tuple[int, int]] = {}
+        nodes: list[list[str]] = []
+        for place, node in enumerate(sorted(cluster.nodes, key=lambda node: (node.site, node.rack or ""))):
+            sort = numbers.setdefault(replace(node, name="", rack=None), len(numbers))
+            if sort == len(nodes):
+                nodes.append([])
+            nodes[sort].append(node.name)
+            places[node.name] = place, sort
+        ways: dict[str, dict[object, list[str]]] = {node.name: {} for node in cluster.nodes}
+        devices = {}
+        for device in cluster.devices:
+            own, way = ways[device.node.name], self.network.way_out(device.name)
+            own.setdefault(way, []).append(device.name)
+            devices[device.name] = device.node.name, list(own).index(way)
+        single = cluster.bandwidth_matrix is not None or cluster.link_overrides or cluster.fabric.oversubscription > 1
+        if single or len({node.site for node in cluster.nodes}) > 1:
+            nodes = []
+        return _Sorts(nodes, places, {node: list(own.values()) for node, own in ways.items()}, devices)
 
     def _shared(self, draft: Draft, last: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Parameters that several stages may hold, last layers first, with the (pipeline, stage) that hold them."""
@@ -392,6 +508,12 @@ class Pricing:
         yield embedding_parameters(model), begins + tied
 
 
+def _renamed(end: Sequence[str], names: Mapping[str, str]) -> str:
+    """The name of a link's end, made of its parts, where devices and nodes have other names."""
+    name = "/".join(end)
+    return names.get(name) or "/".join([names.get(end[0], end[0]), *end[1:]])
+
+
 def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float]) -> float:
     """Seconds between two micro-batches of a pipeline in its steady state; waits[j] is a message between stages j and j + 1."""
     if schedule == "gpipe":
@@ -401,8 +523,24 @@ def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequenc
         return forward[0] + backward[0]
     # From stage i to stage j so many micro-batches are under way at once; what one of them takes there and back is the total
     # up to j less that before i.
-    ends = np.cumsum(np.add(forward, backward) + 2 * np.array([0.0, *waits]))
-    begins = np.concatenate([[0.0], ends[:-1]]) + 2 * np.array([0.0, *waits])
-    between = np.arange(len(ends)) - np.arange(len(ends))[:, None]
-    counts = (2 if schedule == "eager-1f1b" else 1) * between + 1
-    return float(((ends - begins[:, None]) / np.where(counts > 0, counts, np.inf)).max())
+    each = 2 if schedule == "eager-1f1b" else 1
+    if len(forward) <= FEW_STAGES:
+        begins, ends, total_s = [], [], 0.0
+        for there_s, back_s, wait_s in zip(forward, backward, (0.0, *waits), strict=True):
+            begins.append(total_s + 2 * wait_s)
+            total_s = begins[-1] + there_s + back_s
+            ends.append(total_s)
+        period_s = 0.0
+        for i, begin_s in enumerate(begins):
+            count = 1
+            for end_s in ends[i:]:
+                mean_s = (end_s - begin_s) / count
+                if mean_s > period_s:
+                    period_s = mean_s
+                count += each
+        return period_s
+    waiting = 2 * np.array([0.0, *waits])
+    ended = np.cumsum(np.add(forward, backward) + waiting)
+    begun = np.concatenate([[0.0], ended[:-1]]) + waiting
+    counts = each * (np.arange(len(ended)) - np.arange(len(ended))[:, None]) + 1
+    return float(((ended - begun[:, None]) / np.where(counts > 0, counts, np.inf)).max())

@@ -22,7 +22,7 @@ Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeR
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from partition.graph import DeviceGraph
 from partition.parallel import cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
-from partition.pricing import Pricing
+from partition.pricing import Pricing, Whole
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
 from sim.cost.estimates import Estimates
@@ -49,7 +49,7 @@ from sim.spec.plan import Pipeline, Plan, Stage
 
 MICRO_BATCHES = (1, 2, 4, 8)
 
-STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 64_000, 200
+STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 256_000, 200
 """Steps of a walk: so many for each GPU of a small cluster, so many divided by the GPUs of a large one, whose steps take longer.
 It is the most that a search thinks, whatever its budget."""
 
@@ -62,15 +62,15 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-STARTED, PARTITIONED, RESETTLED, WALKED, TUNED = 0.12, 0.2, 0.3, 0.5, 0.75
-"""The shares of the budget after which starts, the graph partition, other settings, annealing and tuning end; the rest is for
-the judge."""
+STARTED, PARTITIONED, RESETTLED, WALKED, TUNED, JUDGED = 0.12, 0.2, 0.25, 0.6, 0.8, 0.92
+"""The shares of the budget after which starts, the graph partition, other settings, annealing, tuning and the judging of
+finalists end; the rest is for changes of the best."""
 
-PART_GPUS, FEWEST_PART_GPUS = 96, 32
-"""Of a cluster with more GPUs than these, the search begins with an equal part of it, of at least so many."""
+PART_GPUS, FEWEST_PART_GPUS = 128, 32
+"""A cluster of more than three times the fewest GPUs is searched first by its equal parts, of at least and at most so many."""
 
-SHARE_OF_PART = 0.3
-"""The share of the budget that the search on such a part has."""
+PARTS_BEGUN, PARTS_WALKED, COPIED = 0.25, 0.62, 0.67
+"""The shares of the budget after which starts on such parts, walks on them, and the pricing of the whole end."""
 
 FIRST_STARTS = 20
 """So many starts are priced before the first of them is judged."""
@@ -126,11 +126,12 @@ def motley(search: Search) -> None:
 class _Hunt:
     """One search: what is known of layouts, and the best of each shape."""
 
-    def __init__(self, search: Search, nodes: Sequence[Node], copies: int = 1) -> None:
+    def __init__(self, search: Search, nodes: Sequence[Node], whole: Whole | None = None) -> None:
         self.search, self.job, self.rng = search, search.job, search.rng
         self.nodes = {node.name: node for node in nodes}
-        self.pricing = Pricing(search.cluster, search.job)
-        self.assembly = Assembly(search.cluster, search.job, self.pricing, copies)
+        self.whole = whole
+        self.pricing = Pricing(search.cluster, search.job, whole)
+        self.assembly = Assembly(search.cluster, search.job, self.pricing, 1 if whole is None else len(whole.parts))
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.room = Room(search.cluster, search.job)
         self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
@@ -156,21 +157,20 @@ class _Hunt:
         for start in islice(starts, FIRST_STARTS):
             self.score_s(start)
         self.judge_best()
-        copies = self._copies()
-        if copies > 1:
+        parted = self._parted()
+        if parted:
             for start in starts:
                 if self.late(STARTED):
                     break
                 self.score_s(start)
-            for layout in self._copied(copies):
+            for layout in self._copied(parted):
                 self.score_s(layout)
-                if self.late(WALKED) and self.found:
+                if self.late(COPIED) and self.found:
                     break
-        if copies == 1 or not self.found:
+        if not parted or not self.found:
             self.begin()
-        self.judge_best()
-        self.resettle()
-        self.explore()
+            self.resettle()
+            self.explore()
         self.finish()
 
     def begin(self) -> None:
@@ -192,8 +192,8 @@ class _Hunt:
 
     def partition_graph(self) -> Begun:
         """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""
-        left_s = PARTITIONED * self.search.budget_s - self.search.elapsed_s
-        if left_s <= 0:
+        left_s = self._left_s(PARTITIONED)
+        if not left_s:
             return [], []
         part = Search(self.search.cluster, self.job, self.search.judge, self.search.seed, left_s)
         climb = Climb(part, list(self.nodes.values()), np.random.default_rng(self.search.seed))
@@ -235,13 +235,13 @@ class _Hunt:
 
     # --- Large clusters ---
 
-    def _copies(self) -> int:
-        """Into how many equal parts nodes and batch divide, so that a part has few GPUs; 1 for a small cluster."""
+    def _parted(self) -> list[int]:
+        """Into how many equal parts nodes and batch divide, so that a part has few GPUs; none for a small cluster."""
         count = len(self.graph.devices)
-        if count <= PART_GPUS or self.search.cluster.bandwidth_matrix is not None:
-            return 1
+        if count <= 3 * FEWEST_PART_GPUS or self.search.cluster.bandwidth_matrix is not None:
+            return []
         common = gcd(self.job.global_batch, *(len(alike) for alike in self._alike()))
-        return max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or count // n >= FEWEST_PART_GPUS))
+        return [n for n in range(2, common + 1) if common % n == 0 and FEWEST_PART_GPUS <= count // n <= PART_GPUS]
 
     def _alike(self) -> list[list[Node]]:
         """The nodes that differ in their names alone, together."""
@@ -250,25 +250,52 @@ class _Hunt:
             found.setdefault(replace(node, name=""), []).append(node)
         return list(found.values())
 
-    def _copied(self, copies: int) -> Iterator[Layout]:
-        """The best layouts of a part of the cluster, each on all of its parts, the fastest first."""
+    def _part(self, copies: int) -> _Hunt:
+        """The search on one of so many equal parts."""
         parts: list[list[Node]] = [[] for _ in range(copies)]
         for alike in self._alike():
             each = len(alike) // copies
             for n, part in enumerate(parts):
                 part += alike[n * each : (n + 1) * each]
+        names = [
+            {
+                f"{own.name}/{index}": f"{other.name}/{index}"
+                for own, other in zip(parts[0], part, strict=True)
+                for index in range(own.gpus)
+            }
+            for part in parts
+        ]
         cluster = replace(self.search.cluster, nodes=tuple(parts[0]))
         job = replace(self.job, global_batch=self.job.global_batch // copies)
-        budget_s = SHARE_OF_PART * self.search.budget_s / WALKED
-        hunt = _Hunt(Search(cluster, job, self.search.judge, self.search.seed, budget_s), parts[0], copies)
-        hunt.begin()
-        hunt.resettle()
-        hunt.explore()
-        for _, layout, _ in hunt.ranked()[:MOST_MET]:
-            pipelines = []
-            for part in parts:
-                names = {own.name: other.name for own, other in zip(parts[0], part, strict=True)}
-                pipelines += [tuple([_renamed(group, names) for group in pipe]) for pipe in layout.pipelines]
+        search = Search(cluster, job, self.search.judge, self.search.seed, self.search.budget_s)
+        return _Hunt(search, parts[0], Whole(self.pricing.network, tuple(names)))
+
+    def _copied(self, parted: Sequence[int]) -> Iterator[Layout]:
+        """The best layouts of parts of the cluster, each on all of its parts, the fastest first.
+
+        What the parts exchange counts, so that parts of all sizes can be compared.
+        """
+        hunts = []
+        for n, copies in enumerate(parted):
+            hunt = self._part(copies)
+            hunt.search.budget_s = self._left_s(PARTS_BEGUN) / (len(parted) - n) / RESETTLED
+            hunt.begin()
+            hunt.resettle()
+            hunts.append(hunt)
+        # Half of the walks are on parts of the two sizes that are best so far, and half on those of the best one then.
+        for rank, share in ((0, 0.25), (1, 1 / 3), (0, 1.0)):
+            hunts = sorted((hunt for hunt in hunts if hunt.found), key=lambda hunt: hunt.ranked()[0][0])
+            for hunt in hunts[rank : rank + 1]:
+                hunt.search.budget_s = (hunt.search.elapsed_s + share * self._left_s(PARTS_WALKED)) / WALKED
+                hunt.explore()
+        found = [(seconds, hunt, layout) for hunt in hunts for seconds, layout, _ in hunt.ranked()[:MOST_MET]]
+        for _, hunt, layout in sorted(found, key=lambda entry: entry[0])[:MOST_ESTIMATED]:
+            assert hunt.whole is not None
+            pipelines = [
+                tuple([tuple([part[name] for name in group]) for group in pipe])
+                for part in hunt.whole.parts
+                for pipe in layout.pipelines
+            ]
             yield replace(layout, pipelines=tuple(pipelines))
 
     # --- Time ---
@@ -276,6 +303,10 @@ class _Hunt:
     def late(self, share: float) -> bool:
         """Whether this share of the budget is spent."""
         return self.search.elapsed_s > share * self.search.budget_s
+
+    def _left_s(self, share: float) -> float:
+        """Seconds until this share of the budget is spent."""
+        return max(0.0, share * self.search.budget_s - self.search.elapsed_s)
 
     def walk(self, task: tuple[Layout, list[int], float]) -> list[tuple[float, Layout, Draft]]:
         """The best layouts of all shapes that annealing met on its way from one, within some seconds."""
@@ -415,18 +446,28 @@ class _Hunt:
     # --- Annealing ---
 
     def anneal(self, layout: Layout, steps: int, until_s: float) -> None:
-        """Walks from a layout by random moves; worse ones are accepted the less often the colder it is."""
-        at_s = self.score_s(layout)
-        for step in range(steps):
-            if self.search.elapsed_s > until_s:
-                return
-            heat = WARM * (COLD / WARM) ** (step / steps)
-            changed = self.moved(layout)
-            if changed is None:
-                continue
-            changed_s = self.score_s(changed)
-            if changed_s < math.inf and math.log(changed_s / at_s) < heat * -math.log(1 - self.rng.random()):
-                layout, at_s = changed, changed_s
+        """Walks from a layout by random moves; worse ones are accepted the less often the colder it is.
+
+        It cools down again and again, each time twice as slowly, from the best so far: whenever time ends, most was not in vain.
+        """
+        best = self.score_s(layout), layout
+        cooling = FEWEST_STEPS
+        while steps > 0:
+            cooling, steps = min(cooling, steps), steps - cooling
+            at_s, layout = best
+            for step in range(cooling):
+                if self.search.elapsed_s > until_s:
+                    return
+                heat = WARM * (COLD / WARM) ** (step / cooling)
+                changed = self.moved(layout)
+                if changed is None:
+                    continue
+                changed_s = self.score_s(changed)
+                if changed_s < math.inf and math.log(changed_s / at_s) < heat * -math.log(1 - self.rng.random()):
+                    layout, at_s = changed, changed_s
+                    if at_s < best[0]:
+                        best = at_s, layout
+            cooling *= 2
 
     def moved(self, layout: Layout) -> Layout | None:
         """The layout after a random move; None where that move is not possible."""
@@ -706,8 +747,7 @@ class _Hunt:
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
         self.judge_best()
-        left_s = TUNED * self.search.budget_s - self.search.elapsed_s
-        estimates = self.preparation.estimates(left_s) if self.preparation is not None else None
+        estimates = self.preparation.estimates(self._left_s(TUNED)) if self.preparation is not None else None
         ranked = [(draft, layout.settings) for _, layout, draft in self.estimated()[:FINALISTS]]
         drafts = [*ranked, *((draft, settings) for _, draft, settings in self.partitioned)]
         entries = [(self.draft_s(draft, settings, estimates), draft, settings) for draft, settings in drafts]
@@ -729,7 +769,7 @@ class _Hunt:
         """
         best: tuple[float, Draft, Settings] | None = None
         for at in range(0, len(entries), TOGETHER):
-            if best is not None and entries[at][0] > SLACK * best[0]:
+            if best is not None and (entries[at][0] > SLACK * best[0] or self.late(JUDGED)):
                 break
             batch = [(draft, settings) for _, draft, settings in entries[at : at + TOGETHER]]
             for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
@@ -856,15 +896,6 @@ def _in_turn(sources: Sequence[Iterator[Layout]]) -> Iterator[Layout]:
 def _done(work: Callable[[], Begun]) -> Begun:
     """What a piece of work finds."""
     return work()
-
-
-def _renamed(group: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
-    """The same GPUs of other nodes."""
-    found = []
-    for device in group:
-        node, _, index = device.rpartition("/")
-        found.append(f"{names[node]}/{index}")
-    return tuple(found)
 
 
 def _deal(runs: Sequence[Sequence[tuple[str, ...]]], twins: int) -> list[Groups]:

@@ -266,6 +266,12 @@ class Network:
         found = self.cluster.device(device)
         return (found.node.name, _nic_index(found)) if found.node.nic is not None else None
 
+    def way_out(self, device: str) -> tuple[str, int, int]:
+        """What decides a device's paths to other nodes: its node, and there its NIC and PCIe switch."""
+        found = self.cluster.device(device)
+        nic = _nic_index(found) if found.node.nic is not None else 0
+        return found.node.name, nic, 0 if found.node.intra.is_nvlink else _switch(found)
+
 
 def together(transfers: Iterable[Transfer]) -> Transfer:
     """Several transfers one after the other, as one: bytes and latencies summed."""

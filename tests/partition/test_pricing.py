@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies
 
 from partition.drafts import Draft, Settings, make_plan, stage
 from partition.layers import even_split, ranges
-from partition.pricing import Pricing, schedule_period_s
+from partition.pricing import FEW_STAGES, Pricing, Whole, schedule_period_s
 from sim.cost.compute import ComputeCost
 from sim.engine import simulate
 from sim.simulation import simulation
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Nic
 from sim.spec.compile import compile_plan
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline
@@ -156,3 +157,60 @@ def test_gradients_between_nodes_cost_more_than_inside_them() -> None:
     inside = pricing.price_s(pair([a0, b0], [a1, b1]), Settings())
     across = pricing.price_s(pair([a0, a1], [b0, b1]), Settings())
     assert inside < across
+
+
+@settings(max_examples=30)
+@given(data=strategies.data(), zero_stage=strategies.sampled_from([0, 1]))
+def test_a_part_with_its_copies_costs_what_the_whole_does(data: strategies.DataObject, zero_stage: int) -> None:
+    copies, kinds = data.draw(strategies.integers(2, 4)), ("RTX4090", "RTX3080Ti")
+    whole = cluster(*(node(f"{kind}-{n}", kind, 2) for n in range(copies) for kind in kinds))
+    part = replace(whole, nodes=whole.nodes[:2])
+    own = names(part)
+    order = data.draw(strategies.permutations(own))
+    depth = data.draw(strategies.sampled_from([1, 2, 4]))
+    draft = grid(list(order), depth, 8, TINY.layers)
+    parts = tuple({f"{kind}-0/{index}": f"{kind}-{n}/{index}" for kind in kinds for index in range(2)} for n in range(copies))
+    standing = tuple(
+        replace(
+            pipeline,
+            stages=tuple(stage([names[own.replicas[0].devices[0]]], own.layers[0], 1) for own in pipeline.stages),
+        )
+        for names in parts
+        for pipeline in draft
+    )
+    asked = Settings(zero_stage=zero_stage)
+    pricing = Pricing(whole, job())
+    assert Pricing(part, job(), Whole(pricing.network, parts)).price_s(draft, asked) == pytest.approx(
+        pricing.price_s(standing, asked), rel=1e-6
+    )
+
+
+@settings(max_examples=30)
+@given(data=strategies.data(), zero_stage=strategies.sampled_from([0, 1]))
+def test_an_exchange_between_nodes_costs_what_it_does_between_others_like_them(
+    data: strategies.DataObject, zero_stage: int
+) -> None:
+    cards = Nic("infiniband", 12.5e9, count=2)
+    nodes = [replace(node(f"n{n}", "RTX4090" if n < 3 else "RTX3080Ti", 4), nic=cards) for n in range(5)]
+    world = cluster(*nodes)
+    draft = grid(list(data.draw(strategies.permutations(names(world)))), 2, 4, TINY.layers)
+    known, alone = Pricing(world, job()), Pricing(world, job())
+    alone._sorts = replace(alone._sorts, nodes=())  # every node is of its own sort
+    asked = Settings(zero_stage=zero_stage)
+    for turned in (draft, draft[::-1]):  # the second time what was found out before is used
+        assert known.price_s(turned, asked) == pytest.approx(alone.price_s(turned, asked), rel=1e-3)
+
+
+@given(
+    stages=strategies.lists(strategies.tuples(*[strategies.floats(0.01, 1.0)] * 3), min_size=2, max_size=FEW_STAGES + 6),
+    schedule=strategies.sampled_from(["1f1b", "eager-1f1b"]),
+)
+def test_the_period_is_the_largest_mean_over_every_run_of_stages(stages: list[tuple[float, float, float]], schedule: str) -> None:
+    forward, backward, waits = (list(each) for each in zip(*stages, strict=True))
+    each = 2 if schedule == "eager-1f1b" else 1
+    largest = max(
+        (sum(forward[i:j]) + sum(backward[i:j]) + 2 * sum(waits[i : j - 1])) / (each * (j - i - 1) + 1)
+        for j in range(1, len(stages) + 1)
+        for i in range(j)
+    )
+    assert schedule_period_s(schedule, forward, backward, waits[:-1]) == pytest.approx(largest)
