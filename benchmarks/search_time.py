@@ -104,11 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with table.open(newline="", encoding="utf-8") as file:
             rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
     asked = list(cells(given.seeds))
-    for place, cell in asked:
-        key = cell_digest(cell)
+    digests = [cell_digest(cell) for _, cell in asked]
+    for (place, cell), key in zip(asked, digests, strict=True):
         if key not in rows:
             rows[key] = {**row(run_cell(cell)), "cell": key}
-            write_file(table, rows_csv([rows[key] for _, cell in asked if (key := cell_digest(cell)) in rows]), replace=True)
+            write_file(table, rows_csv([rows[name] for name in digests if name in rows]), replace=True)
             shown = rows[key]["iteration_s"], rows[key]["search_s"]
             print(f"{place.cluster.name} {place.name} {cell.planner} {cell.budget_s:g} s, seed {cell.seed}: {shown}", flush=True)
     from run import machine  # imports torch, which the searches do not need
