@@ -19,13 +19,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.journal import CSV, JOURNAL, PARQUET
-from experiments.machine import with_measured_peaks
+from experiments.machine import allocated_bytes, with_measured_peaks
 from experiments.sweep_files import with_bandwidth
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.engine import simulate
 from sim.metrics import LinkLoad, Report, lane_use, report
-from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.cluster import Cluster, parse_cluster, read_cluster
 from sim.spec.gpu import is_cpu
 from sim.spec.plan import Plan, parse_plan
 from sim.spec.reading import InputError, parse_json, read_text, read_yaml
@@ -70,6 +70,8 @@ class Run:
     plan: Plan | None = None
     cluster: Cluster | None = None
     """None where no file of it was found."""
+    ran_on: Cluster | None = None
+    """Of a measured run, the cluster that its trace tells, with the peaks that it measured."""
     traces: dict[str, Trace] = field(default_factory=dict)
     """At most one simulated, and one measured (or paced)."""
     peaks: dict[str, Mapping[str, int]] = field(default_factory=dict)
@@ -179,13 +181,16 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
     run.traces[SIMULATED], run.simulated_here = trace, True
     if not measured:
         _fill(run, report(trace, where))
-    elif not run.links:
-        run.links = report(trace, where).links
+    else:
+        run.peaks.setdefault(SIMULATED, allocated_bytes(plan))  # what a run can measure
+        run.links = run.links or report(trace, where).links
     return []
 
 
 def _as_it_ran(run: Run, plan: Plan, cluster: Cluster) -> Cluster:
     """The cluster with the peaks that the run measured, if it ran on CPUs: as `motley run` simulates it."""
+    if cluster == run.ran_on:
+        return cluster
     if not run.told.get("peak_measured") or not all(is_cpu(cluster.device(name).gpu) for name in plan.devices):
         return cluster
     told = SimpleNamespace(peak_flop_per_s=run.told["peak_flop_per_s"], device_kinds=run.told["device_kinds"])
@@ -329,13 +334,16 @@ class _Reader:
     def _join_trace(self, runs: list[Run], path: Path, trace: Trace) -> None:
         """Puts a trace to the runs of its plan on its cluster; where there is none, it is a run by itself."""
         side = SIMULATED if trace.origin == SIMULATED else MEASURED
-        own = [run for run in runs if run.plan == trace.plan and run.row.get("cluster") in (trace.cluster, None)]
+        ran_on = None if trace.ran_on is None else _cluster_of(trace.ran_on, path)
+        name = trace.cluster if ran_on is None else ran_on.name
+        own = [run for run in runs if run.plan == trace.plan and run.row.get("cluster") in (name, None)]
         open_ones = [run for run in own if side not in run.traces]
         if not open_ones:
-            open_ones = [Run(_shown(path), _plan_row(trace.plan) | {"cluster": trace.cluster}, trace.plan)]
+            open_ones = [Run(_shown(path), _plan_row(trace.plan) | {"cluster": name}, trace.plan)]
             runs.extend(open_ones)
         for run in open_ones:
             run.traces[side] = trace
+            run.ran_on = run.ran_on or ran_on
             if trace.peak_bytes:
                 run.peaks[side] = trace.peak_bytes
 
@@ -371,7 +379,7 @@ class _Reader:
         name = run.row.get("cluster")
         if name is None and run.plan is not None:
             name = run.plan.cluster
-        cluster = self.clusters.get(str(name))
+        cluster = run.ran_on if run.ran_on is not None and run.ran_on.name not in self.given else self.clusters.get(str(name))
         if cluster is not None:
             cluster = _as_in_row(cluster, run)
             known = {device.name for device in cluster.devices}
@@ -384,6 +392,14 @@ class _Reader:
                 _fill(run, report(trace, run.cluster))
             else:
                 _fill_alone(run, trace)
+
+
+def _cluster_of(text: str, path: Path) -> Cluster | None:
+    """The cluster that the trace of a file tells; None where that cannot be read, as where a bandwidth matrix is elsewhere."""
+    try:
+        return parse_cluster(text, path)
+    except InputError:
+        return None
 
 
 def _as_in_row(cluster: Cluster, run: Run) -> Cluster:

@@ -15,7 +15,7 @@ from experiments.machine import allocated_bytes, stand_in, with_measured_peaks
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate
 from sim.metrics import Report, recompute_flop, report, report_json
-from sim.spec.cluster import Cluster, Node
+from sim.spec.cluster import Cluster, Node, cluster_yaml
 from sim.spec.counts import model_flop
 from sim.spec.gpu import is_cpu
 from sim.spec.plan import Plan
@@ -23,6 +23,7 @@ from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 
 if TYPE_CHECKING:  # they would import torch
+    from runtime.launch import RunFailed
     from runtime.results import RunResult
     from runtime.settings import Settings
 
@@ -35,6 +36,7 @@ class RunReport:
     """
 
     result: RunResult
+    """Its trace tells the cluster, where something is simulated on it."""
     cluster: Cluster
     """On which both are told: the user's, or one that stands for the machine."""
     stands_in: bool
@@ -46,23 +48,31 @@ class RunReport:
     simulated: Report | None
     why_not: str | None
     """Why nothing is simulated; None where it is."""
+    failed: RunFailed | None = None
+    """What ended the training early, where it left its results first: a loss that was not finite."""
 
 
 def measured_run(plan_path: Path, plan: Plan, settings: Settings, model: str | None, cluster: Cluster | None) -> RunReport:
     """The report of a run on this machine, which it makes: one worker for each device of the plan.
 
     `plan_path` and `model` are what the workers read, `plan` what comes of them. Raises InputError, KeyboardInterrupt, and
-    `runtime.launch.RunFailed` where a worker fails.
+    `runtime.launch.RunFailed` where a worker fails before there are results.
     """
-    from runtime.launch import launch_locally
-    from runtime.results import read_result
+    from runtime.launch import RunFailed, launch_locally
+    from runtime.results import is_written, read_result
 
-    began_s = time.perf_counter()
+    began_s, failed = time.perf_counter(), None
     with TemporaryDirectory(prefix="motley-run-") as folder:
-        launch_locally(plan_path, plan, replace(settings, results=Path(folder)), model)
+        try:
+            launch_locally(plan_path, plan, replace(settings, results=Path(folder)), model)
+        except RunFailed as failure:
+            if not is_written(folder):
+                raise
+            failed = failure
         result = read_result(folder)
     through_host = settings.chosen_backend == "gloo"
-    return run_report(result, cluster, settings.device, through_host, time.perf_counter() - began_s)
+    told = run_report(result, cluster, settings.device, through_host, time.perf_counter() - began_s)
+    return replace(told, failed=failed)
 
 
 def run_report(result: RunResult, cluster: Cluster | None, device: str, through_host: bool, wall_s: float = 0.0) -> RunReport:
@@ -102,7 +112,25 @@ def run_report(result: RunResult, cluster: Cluster | None, device: str, through_
             simulated = _of_used_devices(simulated, result) if stands_in else simulated
         except InputError as error:
             why_not = str(error)
+    if simulated is not None:
+        result = replace(result, trace=replace(result.trace, ran_on=_file_text(cluster)))
     return RunReport(result, cluster, stands_in, trace, measured, simulated_trace, simulated, why_not)
+
+
+def _file_text(cluster: Cluster) -> str | None:
+    """The text of the cluster's file; None for a bandwidth matrix that is in no file.
+
+    CPUs of several nodes, whose peaks were measured, are one kind with as many peaks: in a file each has a name of its own.
+    """
+
+    def named(node: Node) -> Node:
+        alone = all(other.gpu == node.gpu for other in cluster.nodes if other.gpu.name == node.gpu.name)
+        return node if alone else replace(node, gpu=replace(node.gpu, name=f"{node.gpu.name} {node.name}", aliases=()))
+
+    try:
+        return cluster_yaml(replace(cluster, nodes=tuple(map(named, cluster.nodes))))
+    except InputError:
+        return None
 
 
 def _names_alone(plan: Plan, result: RunResult) -> Cluster:

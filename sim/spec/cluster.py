@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from sim.spec.gpu import CONSTANTS, SPEEDS, GpuKind, at_speed, catalogue, fold, gpu_kind, read_gpu_kind
-from sim.spec.reading import InputError, Table, in_range, nearest, quantity, range_text, read_text, read_yaml
+from sim.spec.reading import InputError, Table, in_range, nearest, parse_yaml, quantity, range_text, read_text, read_yaml
 from sim.spec.stack import Stack, read_stack, stack, stacks
 from sim.spec.writing import efficiency_entries, kind_entries, quantity_text, stack_entries
 
@@ -351,7 +351,12 @@ def _places(nodes: Iterable[Node]) -> set[str]:
 
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster of a YAML file. Raises InputError that names the file, the key, the value and what is accepted."""
-    table = Table(read_yaml(path), str(path))
+    return parse_cluster(read_text(path), path)
+
+
+def parse_cluster(text: str, path: str | Path) -> Cluster:
+    """The cluster of a YAML text, as of a file at `path`. Raises InputError as `read_cluster` does."""
+    table = Table(parse_yaml(text, str(path)), str(path))
     name = table.text("name")
     if "/" in name or "\0" in name:
         raise table.error("name", f"a cluster's name becomes part of file names and has no '/', but got {name!r}")

@@ -171,18 +171,22 @@ def read_text(path: str | Path) -> str:
 
 
 def read_yaml(path: str | Path) -> object:
-    """The plain value of a YAML file. Raises InputError with line and column where the file is not YAML."""
-    text = read_text(path)
+    """The plain value of a YAML file. Raises InputError as `parse_yaml` does."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def parse_yaml(text: str, where: str) -> object:
+    """The plain value of a YAML text. Raises InputError with line and column where it is not YAML."""
     try:
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{path}{at}: is not valid YAML: {error.problem}") from None
+        raise InputError(f"{where}{at}: is not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{where}: is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, RecursionError) as error:  # a date that no calendar has, a number of thousands of digits
-        raise InputError(f"{path}: is not valid YAML: {error}") from None
+        raise InputError(f"{where}: is not valid YAML: {error}") from None
 
 
 def parse_json(text: str, where: str) -> object:

@@ -74,6 +74,8 @@ class Trace:
     """Versions of what made it, such as {"motley": "0.1.0"}."""
     clock_residual_s: float | None = None
     """How far apart the workers' clocks may still be after their alignment, if it was measured; None where there is one clock."""
+    ran_on: str | None = field(default=None, repr=False)
+    """Of a measured iteration, the text of the file of the cluster that it is told on, with the peaks that it measured."""
 
 
 ACTIVITIES: Mapping[type[Instruction], str] = {
@@ -181,6 +183,7 @@ def trace_json(trace: Trace) -> str:
         ],
         "versions": dict(trace.versions),
         **({} if trace.clock_residual_s is None else {"clock_residual_s": float(trace.clock_residual_s)}),
+        **({} if trace.ran_on is None else {"ran_on": trace.ran_on}),
         "plan": json.loads(trace.plan.to_json()),
     }
     motley = ",\n".join(f"{_text(key)}:{_text(value)}" for key, value in facts.items())
@@ -281,6 +284,7 @@ def parse_trace(text: str, where: str = "trace") -> Trace:
         links=tuple(links),
         versions={name: versions.text(name) for name in versions.keys()} if isinstance(versions, Table) else {},  # noqa: SIM118
         clock_residual_s=None if one_clock else facts.number("clock_residual_s"),
+        ran_on=facts.text("ran_on", None),
     )
     facts.close()
     return trace

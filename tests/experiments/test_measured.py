@@ -17,11 +17,12 @@ from experiments.tables import run_table, run_titles
 from runtime.results import RunResult
 from sim.engine import simulate
 from sim.metrics import report
-from sim.spec.cluster import Cluster, Node, read_cluster
+from sim.spec.cluster import Cluster, Node, parse_cluster, read_cluster
 from sim.spec.counts import model_flop
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import parse_plan, read_plan
 from sim.spec.reading import InputError
+from sim.spec.trace import parse_trace, trace_json
 from tests.experiments.conftest import ROOT, TINY_PLAN
 from tests.experiments.runs import result_of
 
@@ -93,6 +94,19 @@ def test_nodes_of_one_machine_are_linked_as_their_devices_are() -> None:
     assert [(node.name, node.gpus) for node in cluster.nodes] == [("left", 1), ("right", 3)]
     links = {link.name: link.capacity_bytes_per_s for link in simulate(plan, cluster).links}
     assert links == {"left/nic0>fabric": 2e9, "fabric>right/nic2": 2e9, "right/nic2>fabric": 2e9, "fabric>left/nic0": 2e9}
+
+
+def test_a_runs_trace_tells_the_cluster_that_is_simulated_whatever_each_node_reached() -> None:
+    plan = parse_plan(TINY_PLAN.replace('"bf16"', '"fp32"').replace("box/0", "left/0").replace("box/1", "right/2"))
+    peaks = {"left/0": 1e9, "right/2": 3e9}
+    world = stand_in(plan, result_of(PLAN, CPUS, peaks=peaks), "cpu", through_host=True)
+    told = told_on_cpu(result_of(plan, world, peaks=peaks))
+    text = told.result.trace.ran_on
+    assert text is not None and told.simulated_trace is not None
+    cluster = parse_cluster(text, "trace")
+    assert [node.gpu.peak("fp32") for node in cluster.nodes] == [1e9, 3e9]
+    assert simulate(plan, cluster).spans == told.simulated_trace.spans
+    assert parse_trace(trace_json(told.result.trace)) == told.result.trace
 
 
 @pytest.mark.parametrize("through_host", [True, False])
