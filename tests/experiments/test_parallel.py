@@ -1,0 +1,45 @@
+"""Work in several processes: what Ctrl-C does to those that have only begun to start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.conftest import ROOT
+
+SCRIPT = """
+import sys, time
+from experiments.parallel import in_processes
+
+if __name__ == "__mp_main__":  # in a worker, which imports this before anything else
+    print("importing", flush=True)
+    time.sleep(0.5)
+
+if __name__ == "__main__":
+    print(in_processes(abs, [-1, -2, -3, -4], processes=2), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="has no signals that wait")
+def test_processes_that_are_interrupted_as_they_import_say_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells have ignored in the background
+    )
+    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == 2 * ["importing\n"]
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (0, "")
+    assert said == "([None, None, None, None], True)\n"
