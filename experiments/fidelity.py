@@ -44,9 +44,6 @@ DATA = Path(__file__).parent / "data"
 PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
 """The runs that are shipped: those that were measured, and those that failed."""
 
-IN_GIB = ("torchtitan", "sailor_het", "sailor_gh", "simumax_b200", "llmq")
-"""The sources whose `peak_mem_gb` is in GiB; that of others is in GB."""
-
 MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 64
 """Programs in which transfers slow one another are simulated where they have up to so many instructions on up to so many GPUs. Of
 all others the estimate is taken, which is faster, and the same where no transfers slow one another."""
@@ -185,7 +182,7 @@ def _peak(run: Run, plan: Plan, cluster: Cluster) -> float:
 
 def _memory_unit_bytes(run: Run) -> float:
     """The bytes of the unit in which a run's peak memory is given."""
-    return 2.0**30 if run.source_key in IN_GIB else 1e9
+    return read_assumptions().of(run).memory_unit_bytes
 
 
 def measured_peak_bytes(run: Run) -> float:

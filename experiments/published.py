@@ -30,6 +30,7 @@ DATA = Path(__file__).with_name("data")
 
 CUTS = ("even", "ends", "late", "nanotron", "redistribute")
 NODE_RATES = ("nominal", "measured")
+MEMORY_UNITS = {"GB": 1e9, "GiB": 2.0**30}
 
 NVLINK_DOMAIN = 72
 """GPUs that one NVLink switch joins in GB200 and GB300 NVL72 racks."""
@@ -238,6 +239,7 @@ class Assumption:
     node_rate: str
     latency_s: float
     step_s: float | None
+    memory_unit_bytes: float
     not_modelled: str | None
 
 
@@ -364,6 +366,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         node_rate=table.choice("node_rate", NODE_RATES),
         latency_s=table.quantity("latency", "time", zero=True),
         step_s=table.quantity("step", "time", None, zero=True),
+        memory_unit_bytes=MEMORY_UNITS[table.choice("memory_unit", MEMORY_UNITS)],
         not_modelled=none_or(table.text, "not_modelled"),
     )
     table.close()

@@ -31,12 +31,13 @@ from experiments.fidelity import (
     check_fit,
     counted_flop,
     is_out_of_memory,
+    measured_peak_bytes,
     predict,
     replay,
     replay_json,
 )
 from experiments.plots import ParityPoint, plot_parity
-from experiments.published import Modelled, Run, modelled, read_assumptions
+from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network
 from sim.spec.cluster import Cluster
@@ -216,7 +217,7 @@ def _gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> flo
 # --- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_compared_in_its_time_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_compared_in_its_time_and_its_memory() -> None:
     time, memory = predict(replace(GPT_22B, peak_mem_gb=10.0))
     assert (time.quantity, time.measured, time.judge in (ESTIMATE, SIMULATION), time.assumed) == (TIME, 1.0, True, False)
     assert time.predicted is not None and 0.01 < time.predicted < 1.0
@@ -225,9 +226,20 @@ def test_a_run_is_compared_in_its_time_and_its_memory(monkeypatch: pytest.Monkey
     world = modelled(GPT_22B, read_assumptions())
     assert isinstance(world, Modelled)
     assert memory.predicted == pytest.approx(max(peak_bytes(world.plan, world.cluster).values()) / 1e9)
-    monkeypatch.setattr(fidelity, "IN_GIB", (GPT_22B.source_key,))
-    in_gib = predict(replace(GPT_22B, peak_mem_gb=10.0))[1].predicted
-    assert in_gib is not None and memory.predicted is not None and in_gib * 2**30 == pytest.approx(memory.predicted * 1e9)
+
+
+def test_memory_is_in_gib_where_the_notes_of_the_rows_say_so() -> None:
+    rows = [run for run in read_runs(fidelity.PUBLISHED) if run.peak_mem_gb]
+    said = {run.source_key for run in rows if "GiB" in (run.notes or "")}
+    assert {"torchtitan", "sailor_het", "sailor_gh", "simumax_b200"} <= said
+    for run in rows:
+        unit = 2.0**30 if run.source_key in said else 1e9
+        assert measured_peak_bytes(run) == (run.peak_mem_gb or 0.0) * unit, run.id
+    run = next(run for run in rows if run.source_key == "sailor_het")
+    world = modelled(run, read_assumptions())
+    assert isinstance(world, Modelled)
+    (memory,) = [found for found in predict(run) if found.quantity == MEMORY]
+    assert memory.predicted == pytest.approx(max(peak_bytes(world.plan, world.cluster).values()) / 2**30)
 
 
 def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
