@@ -9,7 +9,7 @@ NO_ANSWER = 1
 BAD_INPUT = 2
 """A mistake in a file, a flag or an argument."""
 FAILED = 3
-"""Something failed while running: disk, worker, link, or Motley itself."""
+"""Something failed while running: disk, worker, link, a training that diverged, or Motley itself."""
 INTERRUPTED = 130
 """Ctrl-C."""
 

@@ -61,6 +61,19 @@ def ranked_devices(plan: Plan) -> tuple[str, ...]:
 # --- On this machine -------------------------------------------------------------------------------------------------
 
 
+def takes_steps(settings: Settings) -> bool:
+    """Whether a run of these settings trains: not where it resumes what has done all its steps, only to save the weights.
+
+    Raises InputError where the checkpoint cannot be read.
+    """
+    if not settings.resume or settings.save_weights is None or settings.checkpoints is None:
+        return True
+    from runtime.checkpoints import latest, read_facts  # takes long to import
+
+    checkpoint = latest(settings.checkpoints)
+    return checkpoint is None or int(read_facts(checkpoint)["step"]) != settings.steps
+
+
 def launch_locally(
     plan_path: str | Path, plan: Plan, settings: Settings, model: str | None = None, module: str = "runtime"
 ) -> None:

@@ -68,6 +68,11 @@ def write_result(folder: str | Path, result: RunResult) -> None:
     write_file(Path(folder) / "result.json", "{\n" + ",\n".join(lines) + "\n}\n", replace=True)
 
 
+def is_written(folder: str | Path) -> bool:
+    """Whether `write_result` has left its files in a folder."""
+    return (Path(folder) / "result.json").exists()
+
+
 def read_result(folder: str | Path) -> RunResult:
     """The figures that `write_result` left in a folder. Raises InputError where a file is missing or damaged."""
     path = Path(folder) / "result.json"

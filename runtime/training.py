@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -34,7 +35,7 @@ from runtime.results import RunResult, write_result
 from runtime.settings import DTYPES, Settings, check_runnable
 from runtime.tensor_parallel import DeferredWeights
 from runtime.testbed import device_places, find
-from runtime.watch import Watch
+from runtime.watch import TrainingFailed, Watch
 from runtime.world import Connections, World, lane_ranks
 from sim.spec.counts import model_flop
 from sim.spec.pace import read_pace
@@ -243,6 +244,18 @@ def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, setting
             )
 
 
+def divergence(step: int, facts: StepFacts, last: bool) -> str | None:
+    """What of a step, counted from 0, was not finite, so that nothing can be learned any more; None where all was.
+
+    A step that fp16 left out has changed no parameter, and the next may be better, unless it was the `last`.
+    """
+    if not math.isfinite(facts.loss):
+        return None if facts.skipped and not last else f"the loss of step {step + 1} is {facts.loss}"
+    if not math.isfinite(facts.gradient_norm) and not facts.skipped:
+        return f"the gradient norm of step {step + 1} is {facts.gradient_norm}"
+    return None
+
+
 LATE = 0.005
 """How late all instructions together may be, as a share of their pace, before a run is said not to keep it."""
 
@@ -323,7 +336,7 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     trainer.prepare()
     kind = _kind(device)
     peak, measured = None, False  # of a device that is emulated the peak is the cluster's
-    if settings.pace is None:
+    if settings.pace is None and done < settings.steps:
         peak, measured = _peak(world, settings.precision or plan.precision, kind)
     run = _Run(trainer, watch, done, peak, measured, kind)
     run.train()
@@ -401,9 +414,10 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
     if checkpoint is not None:
         facts = checkpoints.read_facts(checkpoint)
         _check_facts(checkpoint, facts, plan, settings, tokens.count)
-        if int(facts["step"]) >= settings.steps:
+        if int(facts["step"]) + (settings.save_weights is None) > settings.steps:
             raise InputError(
-                f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, but got {settings.steps}"
+                f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, or as many where only the "
+                f"weights are to be saved (--save-weights), but got {settings.steps}"
             )
     return Trainer(world, settings, tokens, watch, initial)
 
@@ -475,14 +489,23 @@ class _Run:
         return self.world.rank == 0
 
     def train(self) -> None:
-        """Nothing; does all steps, with their checkpoints, and leaves the results."""
+        """Nothing; does all steps, with their checkpoints, and leaves the results. Where all are done, it only saves the weights.
+
+        Raises TrainingFailed, on all workers, after a step that diverged: it is the last one, and nothing is saved of it.
+        """
         settings, watch, trainer = self.settings, self.watch, self.trainer
+        if self.done == settings.steps:
+            self._tell(f"all {self.done} steps of {self.plan.transformer.name} are done")
+            self._save_weights()
+            return
         self._tell_start()
         began = measure_offsets(self.world.control)
         self._synchronise()
         watch.phase = "training"
         if trainer.pacer is not None:
             trainer.pacer.go_first()
+        diverged = None
+        kept = self.done
         before_s = time.perf_counter()
         for step in range(self.done, settings.steps):
             if trainer.pacer is not None and step == self.done + min(WARM_UP, (settings.steps - self.done) // 2):
@@ -493,10 +516,14 @@ class _Run:
             self.facts.append(facts)
             self.step_s.append(now_s - before_s)
             self._tell_step(step, facts, now_s - before_s)
+            diverged = divergence(step, facts, last=step + 1 == settings.steps)
+            if diverged is not None:
+                break
             every = settings.checkpoint_every
             if settings.checkpoints is not None and ((every and (step + 1) % every == 0) or step + 1 == settings.steps):
                 watch.phase = f"saving the checkpoint of step {step + 1}"
                 saved = trainer.save(settings.checkpoints, step + 1)
+                kept = step + 1
                 self._tell(f"saved {saved}")
                 watch.phase = "training"
                 self._synchronise()
@@ -504,8 +531,13 @@ class _Run:
         watch.phase = "ending"
         if trainer.pacer is not None:
             self._warn_of(trainer.pacer.lateness)
-        self._save_weights()
+        if diverged is None:
+            self._save_weights()
         self._leave_results(Clocks(began, measure_offsets(self.world.control)))
+        if diverged is not None:
+            self._synchronise()  # for who fails first ends the others, who may be writing the results
+            left = f"; the last checkpoint is that of step {kept}" if kept else ""
+            raise TrainingFailed(f"{diverged}: the training has diverged and was ended{left}")
 
     def _wait_for_device(self) -> None:
         if self.world.device.type == "cuda":

@@ -52,6 +52,10 @@ def control_timeout_s(timeout_s: float) -> float:
     return max(10 * timeout_s, LEAST_PHASE_S)
 
 
+class TrainingFailed(Exception):
+    """What ends a training and concerns all its workers alike, each of which raises it: its text is all there is to tell."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """What a worker told before it ended, in one line, with the exit code that the run should end with."""
@@ -80,9 +84,9 @@ def tell(failure: Failure) -> None:
 
 
 def let_first_tell(rank: int) -> None:
-    """Nothing; has any worker but the first wait before it prints of a user's mistake.
+    """Nothing; has any worker but the first wait before it prints of what all workers find alike, as most mistakes.
 
-    Most mistakes are found by all workers alike. The first then tells of it, and torchrun ends the others.
+    The first then tells of it, and torchrun ends the others.
     """
     if rank > 0 and FAILURES not in os.environ:
         time.sleep(FIRST_TELLS_S)
@@ -167,7 +171,7 @@ class Watch:
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exception(error)
         code = 2 if isinstance(error, InputError) else 3
-        if code == 2:
+        if isinstance(error, InputError | TrainingFailed):
             self._quiet = True  # until then, being told to end is no news
             let_first_tell(self.rank)
             self._quiet = False
@@ -179,7 +183,7 @@ class Watch:
 
         Such as 'a100/1 (lane p0s1, step 4): waited in RA3@2<p0s0[0:1] for lane p0s0 (a100/0): connection closed by the peer'.
         """
-        if isinstance(error, InputError):
+        if isinstance(error, InputError | TrainingFailed):
             return str(error)
         lost = _lost_connection(error)
         return self._line(lost or _meaning(error), waited=lost is not None)

@@ -156,7 +156,7 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the latest checkpoint; the plan may be another one.",
+            help="Go on from the latest checkpoint; the plan may be another one. Once all steps are done, only --save-weights.",
             show_default=False,
             rich_help_panel=_KEEPING,
         ),
@@ -223,7 +223,7 @@ def run(
     if testbed is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # in a namespace no address has a host's name, of which torch warns
     with needing_torch("run"):
-        from runtime.launch import launch_lines
+        from runtime.launch import launch_lines, launch_locally, takes_steps
         from runtime.settings import Settings, check_runnable, with_model
     settings = Settings(
         steps=steps,
@@ -254,6 +254,10 @@ def run(
         compile=compile,
         quiet=quiet,
     )
+    trains = print_launch or takes_steps(settings)
+    if not trains and files.paths:
+        flags = ", ".join(files.paths)
+        raise InputError(f"all {steps} steps of the training in {checkpoints} are done; {flags} would have nothing to tell of")
     where = on_stack(read_cluster(where_from), stack) if where_from is not None else None
     written = read_plan(plan)
     if model is not None:
@@ -279,6 +283,10 @@ def run(
         if devices == "paced" and pace_file is None:
             assert where is not None
             settings = replace(settings, pace=write_pace(pace(what, where), Path(paces) / "pace.json"))
+        if not trains:
+            with _told_of_failures():
+                launch_locally(plan, what, settings, model)
+            return
         told = run_told(plan, what, settings, model, where)
     measured = with_training(replace(told.measured, wall_s=time.perf_counter() - began_s), what, tokens)
     simulated = told.simulated and with_training(told.simulated, what, tokens)
@@ -291,6 +299,9 @@ def run(
     if told.measured.training is not None:
         files.say(training_line(told.measured.training, len(told.cluster.devices)))
     files.finish()
+    if told.failed is not None:
+        tell_error(f"error: {told.failed}")
+        raise typer.Exit(told.failed.code)
 
 
 def testbed_cluster(testbed: str | None, cluster: Path | None) -> Path | None:
@@ -353,10 +364,17 @@ def _standard_output_kept(wanted: bool) -> Iterator[None]:
 
 def run_told(plan_path: Path, plan: Plan, settings: Settings, model: str | None, cluster: Cluster | None) -> RunReport:
     """As `measured_run`; tells of a run that fails or is interrupted, and ends the command with its exit code."""
+    with _told_of_failures():
+        return measured_run(plan_path, plan, settings, model, cluster)
+
+
+@contextmanager
+def _told_of_failures() -> Iterator[None]:
+    """Tells of a run that fails or is interrupted, and ends the command with its exit code."""
     from runtime.launch import RunFailed
 
     try:
-        return measured_run(plan_path, plan, settings, model, cluster)
+        yield
     except RunFailed as failure:
         tell_error(f"error: {failure}")
         raise typer.Exit(failure.code) from None

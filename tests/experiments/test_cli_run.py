@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from experiments import machine
 from experiments.cli import run
 from experiments.commands.demo import train
 from experiments.commands.run import run as run_command
+from experiments.findings import MEASURED, SIMULATED, Run, findings, simulate_missing
 from experiments.output import outputs
 from runtime import launch
 from runtime.launch import RunFailed
@@ -90,6 +92,42 @@ def test_the_measured_report_stands_beside_the_simulated_one(motley: Motley, wor
     trace = read_trace(world.folder / "trace.json")
     assert trace.origin == "measured" and trace.plan == read_plan(cpu_plan(world))
     assert "trace.json" in ran.out and "run.json" in ran.out
+
+
+def both_timelines(run: Run) -> tuple[float, float]:
+    """The seconds of a run's measured and simulated iterations, which a report shows side by side."""
+    assert simulate_missing([run], 1) == [] and set(run.traces) == {MEASURED, SIMULATED}
+    return run.traces[MEASURED].iteration_s, run.traces[SIMULATED].iteration_s
+
+
+def test_a_report_of_the_runs_files_simulates_the_cluster_as_it_ran(motley: Motley, world: World, launched: list[Any]) -> None:
+    """Also where only the trace was written, and where a cluster is given that is the plan's and not the run's."""
+    kept = world.folder / "kept"
+    kept.mkdir()
+    files = {"json": kept / "run.json", "trace": kept / "trace.json"}
+    flags = [part for name, path in files.items() for part in (f"--{name}", path)]
+    assert motley(*arguments(world, *flags)).code == 0
+    simulated = json.loads(files["json"].read_text())["simulated"]
+    for paths in ([kept], [files["trace"]], [files["trace"], Path(world.cluster)]):
+        (run,) = [run for run in findings(paths).runs if run.row["cluster"] == "this machine"]
+        measured_s, simulated_s = both_timelines(run)
+        assert simulated_s == simulated["iteration_s"] and measured_s == read_trace(files["trace"]).iteration_s
+        assert run.peaks[SIMULATED] == simulated["peak_bytes"] and set(run.peaks) == {MEASURED, SIMULATED}
+    page = world.folder / "page.html"
+    assert motley("report", kept, "--out", page).code == 0
+    text = page.read_text()
+    assert "measured: " in text and ", simulated for this page" in text
+
+
+def test_a_report_simulates_a_cluster_that_it_is_given_in_the_place_of_that_of_the_run(
+    motley: Motley, world: World, launched: list[Any]
+) -> None:
+    trace, cpus = world.folder / "trace.json", Path(two_cpus(world))
+    assert motley(*arguments(world, "--cluster", cpus, "--trace", trace)).code == 0
+    (own,) = findings([trace]).runs
+    slower = read_cluster(world.write("slower.yaml", cpus.read_text() + "devices: {box/0: {speed: 0.5}}\n"))
+    (other,) = findings([trace], [slower]).runs
+    assert both_timelines(other)[1] > 1.2 * both_timelines(own)[1]
 
 
 def test_the_settings_of_the_workers_are_those_of_the_flags(motley: Motley, world: World, launched: list[Any]) -> None:
@@ -253,6 +291,48 @@ def test_two_workers_train_and_their_run_is_told(world: World, capfd: pytest.Cap
     spans = {lane.name: [span.instruction for span in trace.spans if span.lane == lane.name] for lane in program.lanes}
     assert all(sorted(map(repr, spans[lane.name])) == sorted(map(repr, lane.instructions)) for lane in program.lanes)
     assert files["timeline"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_training_that_diverges_ends_there_with_what_was_measured_and_the_checkpoint_before(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first update is so large that the second step's loss is no number any more."""
+    world.write("text.txt", "All work and no play makes Jack a dull boy.\n" * 200)
+    kept, told = world.folder / "kept", world.folder / "run.json"
+    words = ["--data", f"text:{world.folder / 'text.txt'}", "--steps", "9", "--learning-rate", "1e38", "--save-weights"]
+    words += [str(world.folder / "weights"), "--checkpoints", str(kept), "--checkpoint-every", "1", "--json", str(told)]
+    code = run(["run", cpu_plan(world), *words])
+    ran = capfd.readouterr()
+    assert code == 3, ran.err
+    assert re.fullmatch(
+        r"motley: error: the loss of step 2 is (nan|inf): the training has diverged and was ended; "
+        r"the last checkpoint is that of step 1\n",
+        ran.err,
+    ), ran.err
+    assert [line.split()[1] for line in ran.out.splitlines() if line.startswith("step ")] == ["1/9", "2/9"]
+    assert [path.name for path in kept.iterdir()] == ["step-00000001"]
+    assert not list((world.folder / "weights").glob("*.safetensors"))
+    losses = json.loads(told.read_text())["losses"]
+    assert losses == [pytest.approx(math.log(256), rel=0.2), None]
+
+
+def test_the_weights_of_a_training_that_is_done_are_saved_without_another_step(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same command once more: the second time with --resume, and another folder for the weights."""
+    world.write("text.txt", "All work and no play makes Jack a dull boy.\n" * 200)
+    words = ["run", cpu_plan(world), "--data", f"text:{world.folder / 'text.txt'}", "--checkpoints", str(world.folder / "kept")]
+    weights = [world.folder / "during", world.folder / "after"]
+    assert run([*words, "--steps", "2", "--save-weights", str(weights[0])]) == 0
+    capfd.readouterr()
+    assert run([*words, "--steps", "2", "--save-weights", str(weights[1]), "--resume"]) == 0
+    assert capfd.readouterr() == (f"all 2 steps of toy are done\nsaved the weights in {weights[1]}\n", "")
+    during, after = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in weights)
+    assert set(during) == {"config.json", "model.safetensors"} and during == after
+    told = world.folder / "run.json"
+    assert run([*words, "--steps", "2", "--save-weights", str(weights[1]), "--resume", "--json", str(told)]) == 2
+    complaint = f"all 2 steps of the training in {world.folder / 'kept'} are done; --json would have nothing to tell of"
+    assert capfd.readouterr() == ("", f"motley: error: {complaint}\n") and not told.exists()
 
 
 # --- What it refuses -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from runtime.data import Order as SampleOrder
 from runtime.data import open_data
 from runtime.interpreter import Interpreter
+from runtime.optimizer import StepFacts
+from runtime.training import divergence
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
 from sim.spec.compile import compile_plan
@@ -49,6 +52,24 @@ def test_a_training_goes_on_under_another_plan(before: str, after: str, workers:
     losses, weights = reference(first, chosen, torch.float64, sizes=[first.global_batch] * 3 + [second.global_batch] * 3)
     assert [*begun.losses, *ended.losses] == pytest.approx(losses, rel=1e-8, abs=1e-8)
     assert_equal(dataclasses.replace(ended, losses=losses), losses, weights, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("zero 1, unequal replicas", "three stages, gpipe"),
+        ("zero 1, tied, sequence parallel", "zero 3, two stages, uneven replicas"),
+    ],
+)
+def test_a_training_that_is_done_gives_its_weights_under_any_plan(
+    before: str, after: str, workers: Workers, tmp_path: Path
+) -> None:
+    first, second = PLANS[before], PLANS[after]
+    chosen = settings_of(first, token_file(tmp_path, first.transformer.vocab, TOKENS), precision="bf16", steps=2)
+    done = workers.train(Order(first, chosen, save=tmp_path / "checkpoints"))
+    again = workers.train(Order(second, chosen, resume=tmp_path / "checkpoints" / "step-00000002"))
+    assert again.losses == [] and set(again.weights) == set(done.weights)
+    assert all(torch.equal(again.weights[name], whole) for name, whole in done.weights.items())
 
 
 def test_a_checkpoint_of_another_model_is_refused(workers: Workers, tmp_path: Path) -> None:
@@ -143,6 +164,22 @@ def test_half_precision_stays_near_fp32(precision: str, tolerance: float, worker
     outcome = workers.train(Order(plan, chosen))
     losses, _ = reference(plan, chosen, torch.float32)
     assert outcome.losses == pytest.approx(losses, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("facts", "of_the_last", "of_another"),
+    [
+        (StepFacts(2.0, 1.0, 0.1), None, None),
+        (StepFacts(math.nan, math.nan, 0.1), *["the loss of step 4 is nan"] * 2),
+        (StepFacts(math.inf, math.nan, 0.1), *["the loss of step 4 is inf"] * 2),
+        (StepFacts(2.0, math.inf, 0.1), *["the gradient norm of step 4 is inf"] * 2),
+        # Of fp16, which leaves such a step out: a gradient that overflows is nothing unusual.
+        (StepFacts(2.0, math.inf, 0.1, skipped=True), None, None),
+        (StepFacts(math.nan, math.nan, 0.1, skipped=True), "the loss of step 4 is nan", None),
+    ],
+)
+def test_a_step_with_what_is_no_number_has_diverged(facts: StepFacts, of_the_last: str | None, of_another: str | None) -> None:
+    assert (divergence(3, facts, last=True), divergence(3, facts, last=False)) == (of_the_last, of_another)
 
 
 @pytest.mark.parametrize("name", ["degrees 1 to 4 with sequence parallel", "zero 1, tied, sequence parallel"])

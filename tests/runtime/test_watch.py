@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.watch import FAILURES, LAUNCHER, TRACEBACK, Failure, Watch, read_failures
+from runtime.watch import FAILURES, LAUNCHER, TRACEBACK, Failure, TrainingFailed, Watch, read_failures
 from sim.spec.program import Forward, RecvActivation
 from sim.spec.reading import InputError
 from tests.runtime.processes import is_running, wait_until
@@ -132,8 +132,9 @@ def test_before_the_first_step_no_step_is_told_and_after_the_last_instruction_no
     assert told.explain(KeyError("x")) == "a100/0 (lane p0s0, step 1), while training: KeyError: 'x'"
 
 
-def test_a_users_mistake_is_told_as_it_is() -> None:
-    assert watch().explain(InputError("data.bin: holds no tokens")) == "data.bin: holds no tokens"
+@pytest.mark.parametrize("error", [InputError, TrainingFailed])
+def test_what_all_workers_find_alike_is_told_as_it_is(error: type[Exception]) -> None:
+    assert watch().explain(error("data.bin: holds no tokens")) == "data.bin: holds no tokens"
 
 
 # --- Where it says it ------------------------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ CODES: list[tuple[BaseException, int, bool]] = [
     (InputError("wrong"), 2, False),
     (OSError(errno.ENOSPC, "No space left on device"), 3, False),
     (KeyError("x"), 3, False),
+    (TrainingFailed("the loss of step 4 is nan"), 3, False),
     (TEXTS[0][0], 3, True),
     (TEXTS[4][0], 3, True),
     (TimeoutError(), 3, True),
