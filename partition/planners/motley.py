@@ -4,12 +4,14 @@ A layout says which groups of GPUs are the stages of which pipeline, in which or
 the layers under memory limits, what each stage recomputes (`partition.assembly`), and the split of the batch over pipelines
 by their speed. So the search is over layouts alone:
 
-    0  A large cluster of equal nodes begins with a part of it; what is found there stands on every part, and is improved.
+    0  A large cluster of equal nodes begins with its equal parts, of several sizes: what is found for one stands on all parts of
+       its size, which exchange their gradients.
     1  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
-    2  Annealing from the best of them: groups split, join, move, swap, turn, leave and come back; pipelines join, divide, are
-       dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way to a better one.
+    2  Annealing from the best of them, again and again, ever longer: groups split, join, move, swap, turn, leave and come back;
+       pipelines join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric
+       on the way to a better one.
     3  The best of different shapes are ranked by their estimates, and tuned by them: layers move from stage to stage,
        micro-batches from pipeline to pipeline.
     4  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
