@@ -80,7 +80,8 @@ FIRST_STARTS = 20
 MOST_ESTIMATED = 48
 """So many of the best layouts of different shapes are ranked by their estimates."""
 
-FINALISTS = 24
+FINALISTS, SCHEDULED = 24, 2
+"""So many are judged, and so many of the best are tried with all schedules before."""
 
 MOST_SEQUENCES = 16
 """The largest micro-batch that is tried."""
@@ -171,6 +172,7 @@ class _Hunt:
                     break
         if not parted or not self.found:
             self.begin()
+            self.judge_best()
             self.resettle()
             self.explore()
         self.finish()
@@ -753,7 +755,15 @@ class _Hunt:
         ranked = [(draft, layout.settings) for _, layout, draft in self.estimated()[:FINALISTS]]
         drafts = [*ranked, *((draft, settings) for _, draft, settings in self.partitioned)]
         entries = [(self.draft_s(draft, settings, estimates), draft, settings) for draft, settings in drafts]
-        entries = sorted(entries, key=lambda entry: entry[0])[:FINALISTS]
+        entries.sort(key=lambda entry: entry[0])
+        if estimates is not None:  # which tell the schedules apart
+            others = [
+                (draft, replace(settings, schedule=name))
+                for _, draft, settings in entries[:SCHEDULED]
+                for name in FINAL_SCHEDULES
+            ]
+            entries += [(self.draft_s(*other, estimates), *other) for other in others]
+        entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
         self.judged([(draft, settings) for _, draft, settings in entries[:TOGETHER]])
         tuned = side_by_side(partial(self._tuned, estimates), entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
