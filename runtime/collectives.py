@@ -76,7 +76,7 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     if is_staged(whole, group):
         copy = torch.empty_like(part, device="cpu")
         return _Staged(_reduce_scatter(copy, _host(whole), group=group, async_op=True), copy, part)
-    if (ring := ring_of(group, whole)) is not None:
+    if (ring := ring_of(group, whole, scatters=True)) is not None:
         return ring.reduce_scatter(part, whole)
     return _begun(_reduce_scatter(part, whole, group=group, async_op=True))
 

@@ -1,9 +1,10 @@
 """Collectives of CPU tensors as rings of messages, for gloo between machines.
 
-Gloo's own rings announce a buffer to its sender only when its step has come, so that every step waits for the path's latency once
-more; and its reduce-scatter moves as much as an all-reduce. Here all receives are posted when a collective begins, and a step
-sends what the one before it brought. So a ring takes what it ideally does (Patarasuk & Yuan, 2009): n-1 steps for a
-reduce-scatter or a gather and twice as many for an all-reduce, each of an n-th of the bytes and one latency.
+Gloo's own rings announce a buffer to its sender only when its step has come, so that every step waits for the path's latency
+once more; and its reduce-scatter moves as much as an all-reduce, so that also inside a machine a ring is faster. Here all
+receives are posted when a collective begins, and a step sends what the one before it brought. So a ring takes what it ideally
+does (Patarasuk & Yuan, 2009): n-1 steps for a reduce-scatter or a gather and twice as many for an all-reduce, each of an n-th of
+the bytes and one latency.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Ring:
     Collectives are begun in one order on all ranks and follow one another.
     """
 
-    def __init__(self, group: dist.ProcessGroup, places: Sequence[Any]) -> None:
-        self._group, self.size = group, dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, places: Sequence[Any], scatters_only: bool = False) -> None:
+        self._group, self.size, self._scatters_only = group, dist.get_world_size(group), scatters_only
         self._order = sorted(range(self.size), key=lambda rank: (places[rank], rank))
         self._at = self._order.index(dist.get_rank(group))
         self._next, self._previous = (
@@ -52,9 +53,10 @@ class Ring:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], RingWork]] = queue.SimpleQueue()
         threading.Thread(target=self._turn, name="ring", daemon=True).start()
 
-    def takes(self, whole: torch.Tensor) -> bool:
-        """Whether a tensor's collective is worth a ring."""
-        return not whole.is_cuda and whole.numel() * whole.element_size() >= LEAST_BYTES * self.size
+    def takes(self, whole: torch.Tensor, scatters: bool = False) -> bool:
+        """Whether a tensor's collective, such as a scatter, is worth a ring."""
+        worth = not whole.is_cuda and whole.numel() * whole.element_size() >= LEAST_BYTES * self.size
+        return worth and (scatters or not self._scatters_only)
 
     def all_reduce(self, tensor: torch.Tensor) -> RingWork:
         """The work of summing a contiguous tensor in place."""
@@ -160,12 +162,13 @@ def _end(work: Any) -> None:
 _rings: dict[dist.ProcessGroup, Ring] = {}
 
 
-def use_ring(group: dist.ProcessGroup, places: Sequence[Any]) -> None:
-    """Nothing; has the collectives of a gloo group go round a ring, from the rank with the lowest of `places` on."""
-    _rings[group] = Ring(group, places)
+def use_ring(group: dist.ProcessGroup, places: Sequence[Any], scatters_only: bool = False) -> None:
+    """Nothing; has the collectives of a gloo group, or its reduce-scatters alone, go round a ring, from the rank with the
+    lowest of `places` on."""
+    _rings[group] = Ring(group, places, scatters_only)
 
 
-def ring_of(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Ring | None:
+def ring_of(group: dist.ProcessGroup | None, whole: torch.Tensor, scatters: bool = False) -> Ring | None:
     """The ring that a collective of this tensor goes round; None where it is gloo's, or NCCL's, own matter."""
     ring = _rings.get(group) if group is not None else None
-    return ring if ring is not None and ring.takes(whole) else None
+    return ring if ring is not None and ring.takes(whole, scatters) else None

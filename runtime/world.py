@@ -33,7 +33,8 @@ class Connections:
     With NCCL each pair of devices that exchange messages has a communicator for each direction besides, so that no message
     waits behind one that goes the other way. The control groups, of what is not an iteration's, wait longer than those of
     messages: to draw weights or to save them takes some workers longer than others. Who has died is seen at once all the same.
-    With `places`, of each rank its place in the network, gloo's collectives go round rings in their order (`runtime.rings`).
+    With `places`, of each rank its place in the network, gloo's collectives go round rings in their order (`runtime.rings`);
+    without, its scatters alone, which gloo does by reducing everything.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Connections:
         for members in sorted({*reductions, *ranks.values(), everyone}):
             if members not in self._groups and len(members) > 1:
                 self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
-                if group is not None and self.backend == "gloo" and self._places is not None:
-                    use_ring(group, [self._places[rank] for rank in members])
+                if group is not None and self.backend == "gloo":
+                    places = members if self._places is None else [self._places[rank] for rank in members]
+                    use_ring(group, places, scatters_only=self._places is None)
                 if group is not None and self.backend == "nccl":
                     # A communicator is made at its first use, by all members at once: here, and not where one may be busy.
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
