@@ -39,7 +39,7 @@ HEADS = (
 """Of the sections of the file."""
 
 CONTENTION = ("one-uplink", "two-uplinks")
-"""Plans that differ only in which of them shares a link."""
+"""Plans that differ only in what shares a link: in the first their messages, in the second the rings of their gradients."""
 
 Stages: TypeAlias = Sequence[tuple[list[str], int, int, str]]
 """Of a pipeline: the devices of each stage, its first layer, the one after its last, and what it recomputes."""

@@ -115,8 +115,8 @@ def plans() -> dict[str, Plan]:
             [([("L00 L01", 4), ("L10 L11", 4)], 4, 4), ([("S00 S01", 4), ("S10 S11", 4)], 4, 2)], zero_stage=0
         ),
         "no-overlap": plan([(four, 4, 3), (other, 4, 3)], overlap_gradients=False),
-        # Two pipelines send their activations by one card, or each by another (and their gradients back); all else is equal, also
-        # what the exchange of gradients loads, because the third pipeline takes it through all cards.
+        # Two pipelines send their activations by one card, or each by another (and their gradients back). Their stages sum their
+        # gradients with the third pipeline's in rings, of which each card carries one, or two.
         "one-uplink": plan([([("S00", 1), ("S10", 1)], 2, 10), ([("S01", 1), ("S11", 1)], 2, 10), beside], **contended),
         "two-uplinks": plan([([("S00", 1), ("S10", 1)], 2, 10), ([("S11", 1), ("S01", 1)], 2, 10), beside], **contended),
         "shared-wide-area": plan([([("L00", 5), ("S00", 3)], 4, 3), ([("L10", 5), ("S10", 3)], 4, 3)], zero_stage=0),

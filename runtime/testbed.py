@@ -6,9 +6,9 @@ is a namespace with a bridge for each site, which the nodes' cards lead to. Betw
 process (`runtime.relay`) that keeps what passes for as long as the wide-area link takes. Every rate is of one direction.
 
 Frames find their way by static tables, along the path that the simulator takes (the least latency), so that a link carries
-the ranks' own traffic and nothing else; what meets on it shares it in equal parts by sender (HTB). Nothing of all this stands
-in the machine's own network, so that testbeds do not meet. Beside it every GPU's namespace has a second way (`control`),
-unshaped, to the fabric, where the launching process listens.
+the ranks' own traffic and nothing else; what meets on it shares it in equal parts by sender and receiver (HTB). Nothing of all
+this stands in the machine's own network, so that testbeds do not meet. Beside it every GPU's namespace has a second way
+(`control`), unshaped, to the fabric, where the launching process listens.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ LEAST_WINDOW, WINDOW_PATHS = 131_072, 2.0
 
 NODE_LATENCY_S = 1e-3
 """A round trip inside a site, for the windows, with workers that wait for a core."""
+
+MOST_DEVICES = 240
+"""A link's shaper has fewer than 2^16 classes, one for each pair of devices that meets there."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _CLONE_NEWNET = 0x40000000
@@ -250,8 +253,11 @@ def check_cluster(cluster: Cluster, name: str, path: str | Path) -> None:
     for word, what in ((name, "a testbed"), *((node.name, "its nodes") for node in cluster.nodes)):
         if not _NAME.fullmatch(word):
             raise InputError(f"{path}: names of {what} become names of namespaces (letters, digits, - and _), but got {word!r}")
-    if len(cluster.nodes) > 200 or any(node.gpus > 200 for node in cluster.nodes):
-        raise InputError(f"{path}: a testbed has at most 200 nodes of 200 GPUs each")
+    if len(cluster.nodes) > 200 or len(cluster.devices) > MOST_DEVICES:
+        raise InputError(
+            f"{path}: a testbed has at most 200 nodes and {MOST_DEVICES} GPUs, but got {len(cluster.nodes)} and "
+            f"{len(cluster.devices)}"
+        )
     if cluster.bandwidth_matrix is not None:
         raise InputError(f"{path}: a testbed shapes links, not pairs: leave bandwidth_matrix out")
     if cluster.fabric.oversubscription > 1:
@@ -330,14 +336,15 @@ def _build(testbed: Testbed, cluster: Cluster) -> None:
         ip[fabric] += [f"link add site{s} type bridge mcast_snooping 0", f"link set site{s} up mtu {mtu}"]
     for n, node in enumerate(cluster.nodes):
         here, own = testbed.node(node.name), [ports[f"{node.name}/{i}"] for i in range(node.gpus)]
+        away = [port for port in everyone if port not in own]
         ip[here] += ["link add bus type bridge mcast_snooping 0", f"link set bus up mtu {mtu}"]
         if node.nic is not None:
             rate = node.nic.bandwidth_bytes_per_s
             ip[fabric] += [f"link add node{n} mtu {mtu} type veth peer name nic0 mtu {mtu} netns {here}"]
             ip[fabric] += _bridged(f"node{n}", f"site{sites.index(node.site)}")
             ip[here] += _bridged("nic0", "bus")
-            tc[here] += _shaped("nic0", rate, own, mtu)
-            tc[fabric] += _shaped(f"node{n}", rate, [port for port in everyone if port not in own], mtu)
+            tc[here] += _shaped("nic0", rate, own, away, mtu)
+            tc[fabric] += _shaped(f"node{n}", rate, away, own, mtu)
         for i, port in enumerate(own):
             there = testbed.device(port.device)
             ip[here] += [f"link add gpu{i} mtu {mtu} type veth peer name {INTERFACE} address {port.mac} mtu {mtu} netns {there}"]
@@ -350,11 +357,11 @@ def _build(testbed: Testbed, cluster: Cluster) -> None:
                 f"route add 10.77.0.0/16 dev {INTERFACE} src {port.address} initcwnd 4000 initrwnd 4000 rto_min 3s"
             ]
             ip[there] += [f"neigh add {other.address} lladdr {other.mac} dev {INTERFACE}" for other in everyone if other != port]
-            tc[there] += _shaped(INTERFACE, node.intra.bandwidth_bytes_per_s, [port], mtu)
-            tc[here] += _shaped(f"gpu{i}", node.intra.bandwidth_bytes_per_s, [other for other in everyone if other != port], mtu)
+            tc[there] += _shaped(INTERFACE, node.intra.bandwidth_bytes_per_s, [port], everyone, mtu)
+            tc[here] += _shaped(f"gpu{i}", node.intra.bandwidth_bytes_per_s, everyone, [port], mtu)
             table[here].append(f"fdb add {port.mac} dev gpu{i} master static")
         if node.nic is not None:
-            table[here] += [f"fdb add {port.mac} dev nic0 master static" for port in everyone if port not in own]
+            table[here] += [f"fdb add {port.mac} dev nic0 master static" for port in away]
     # What is said of a wide-area link is what it carries of data; of the others it is the rate of the wire.
     framed = (mtu + ETHERNET_HEADER) / (mtu + ETHERNET_HEADER - HEADER)
     for w, wan in enumerate(cluster.wan):
@@ -363,7 +370,7 @@ def _build(testbed: Testbed, cluster: Cluster) -> None:
             ip[fabric] += _bridged(f"wan{w}{end}", f"site{sites.index(site)}")
             beyond = [port for port in everyone if _node_of(cluster, port).site != site]
             behind = [port for port in everyone if port not in beyond or len(sites) > 2]
-            tc[fabric] += _shaped(f"wan{w}{end}", wan.bandwidth_bytes_per_s * framed, behind, mtu)
+            tc[fabric] += _shaped(f"wan{w}{end}", wan.bandwidth_bytes_per_s * framed, behind, beyond, mtu)
     table[fabric] += _site_tables(cluster, sites, everyone)
     for tool, batches in (("ip", ip), ("tc", tc), ("bridge", table)):
         for namespace, lines in batches.items():
@@ -418,16 +425,22 @@ def packet_bytes(cluster: Cluster) -> int:
     return max(SMALLEST_MTU, min(LARGEST_MTU, round(min(rates) * FRAME_S))) if rates else SMALLEST_MTU
 
 
-def _shaped(interface: str, bytes_per_s: float, senders: Sequence[_Port], mtu: int) -> list[str]:
-    """The lines that give an interface a rate for what leaves it, in equal parts by sender; a sender alone has all of it."""
+def _shaped(interface: str, bytes_per_s: float, senders: Sequence[_Port], receivers: Sequence[_Port], mtu: int) -> list[str]:
+    """The lines that give an interface a rate for what leaves it, in equal parts by pair of sender and receiver.
+
+    A pair alone has all of it. By senders alone, what one sends to two receivers would stand in one queue, and a short message
+    would wait for all that a connection holds ready of a long one.
+    """
+    pairs = [(sender, receiver) for sender in senders for receiver in receivers if sender != receiver]
     rate = f"{round(bytes_per_s * 8)}bit"
-    part = f"{max(8, round(bytes_per_s * 8 / (len(senders) + 1)))}bit"
+    part = f"{max(8, round(bytes_per_s * 8 / (len(pairs) + 1)))}bit"
     frame = mtu + ETHERNET_HEADER
     burst = max(frame, round(bytes_per_s * BURST_S))
     tail = f"ceil {rate} burst {burst} cburst {burst} quantum {frame}"
     lines = [
         f"qdisc add dev {interface} root handle 1: htb default 1000",
         f"class add dev {interface} parent 1: classid 1:1 htb rate {rate} {tail}",
+        f"class add dev {interface} parent 1:1 classid 1:1000 htb rate {part} {tail}",
     ]
     # Acknowledgements without data (52 bytes long) go beside: behind the data of the other direction they would keep their own
     # direction waiting for room in its window, which no link among GPUs does.
@@ -435,11 +448,10 @@ def _shaped(interface: str, bytes_per_s: float, senders: Sequence[_Port], mtu: i
         f"class add dev {interface} parent 1: classid 1:2 htb rate 1gbit burst 100000 cburst 100000 quantum {frame}",
         f"filter add dev {interface} parent 1: protocol ip prio 1 u32 match u16 0x0034 0xffff at 2 flowid 1:2",
     ]
-    for number, sender in enumerate([None, *senders]):
-        lines.append(f"class add dev {interface} parent 1:1 classid 1:{0x1000 + number:x} htb rate {part} {tail}")
-        if sender is not None:
-            match = f"match ip src {sender.address}/32 flowid 1:{0x1000 + number:x}"
-            lines.append(f"filter add dev {interface} parent 1: protocol ip prio 2 u32 {match}")
+    for number, (sender, receiver) in enumerate(pairs, 0x1001):
+        lines.append(f"class add dev {interface} parent 1:1 classid 1:{number:x} htb rate {part} {tail}")
+        match = f"match ip src {sender.address}/32 match ip dst {receiver.address}/32 flowid 1:{number:x}"
+        lines.append(f"filter add dev {interface} parent 1: protocol ip prio 2 u32 {match}")
     return lines
 
 

@@ -68,6 +68,9 @@ KIND_PRIOR, DEVICE_PRIOR, PROTOCOL_PRIOR, LINK_PRIOR, RECORD_PRIOR = 0.3, 0.15, 
 """Standard deviations of the priors of logarithms: the speed of a kind, of a device beside its kind's, the rate of a protocol, of
 a link beside its protocol's, the fractions of an efficiency record."""
 
+RECORD_UNITS = {"launch_s": 2e-6, "matmul_half_s": 2e-6, "attention_keys": 32.0}
+"""What of an efficiency record may be nothing: the prior's standard deviation is the value, and no less than this."""
+
 SHARE_OF_ITERATION = 1e-4
 """The prior's standard deviation of a time (a latency, the start of a message, what each pass takes besides), as a fraction of
 the median iteration, where the file's value is smaller; a hundred times that for what each iteration takes besides."""
@@ -386,22 +389,22 @@ def _of_kind(cluster: Cluster, kind: str, records: bool, ran_here: bool) -> list
         found.append(
             Constant(f"{name} of {kind}", scaled, -8.0, highest, devices=found[0].devices, value=_record_value(kind, name))
         )
-    for name in ("launch_s", "matmul_half_s") if records else ():
-        start_s = getattr(own.efficiency, name)
-        unit_s = max(start_s, 2e-6)
+    for name, least in RECORD_UNITS.items() if records else ():
+        start = getattr(own.efficiency, name)
+        unit = max(start, least)
 
-        def longer(c: Cluster, z: float, name: str = name, unit_s: float = unit_s) -> Cluster:
-            return _with_record(c, kind, name, lambda value: _figure(max(0.0, value + unit_s * z)))
+        def longer(c: Cluster, z: float, name: str = name, unit: float = unit) -> Cluster:
+            return _with_record(c, kind, name, lambda value: _figure(max(0.0, value + unit * z)))
 
         found.append(
             Constant(
                 f"{name.removesuffix('_s')} of {kind}",
                 longer,
-                -start_s / unit_s,
+                -start / unit,
                 100.0,
                 devices=found[0].devices,
                 value=_record_value(kind, name),
-                unit="s",
+                unit="s" if name.endswith("_s") else "keys",
             )
         )
     return found
@@ -656,10 +659,10 @@ class Fitting:
         after = applied(self.cluster, self.constants, z)
         told = []
         for i, constant in enumerate(self.constants):
-            # At an end of what is accepted; a time of nothing is none.
+            # At an end of what is accepted; a time of nothing is none, nor are no keys.
             at_bound = bool(free[i]) and bool(
                 z[i] > constant.highest - 1e-3
-                or (constant.unit != "s" and constant.name[:6] != "stack." and z[i] < constant.lowest + 1e-3)
+                or (constant.unit not in ("s", "keys") and constant.name[:6] != "stack." and z[i] < constant.lowest + 1e-3)
             )
             before, now = constant.value(self.cluster), constant.value(after)
             told.append(Told(constant.name, before, now, constant.unit, float(left[i]), bool(free[i]), at_bound))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
 from sim.spec.job import Job
 from sim.spec.pace import plan_digest
 from sim.spec.plan import Plan, read_plan
-from sim.spec.reading import InputError, read_text, write_file
+from sim.spec.reading import DISK_FAILURES, InputError, read_text, write_file
 from sim.spec.trace import read_trace, trace_json
 
 PLANNERS = ("motley", "flashflex", "megatron", "uniform-grid")
@@ -208,9 +209,27 @@ def _chosen(folder: Path, cluster: Cluster, job: Job, count: int, limit_s: float
         if len(found) >= count:
             break
     chosen = sorted(found.values(), key=lambda plan: simulate(plan, cluster).iteration_s)[:count]
-    for i, plan in enumerate(chosen):
-        write_file(folder / f"plan-{i + 1:02d}.json", plan.to_json())
+    if chosen:
+        _write_plans(folder, chosen)
     return chosen
+
+
+def _write_plans(folder: Path, plans: Sequence[Plan]) -> None:
+    """Nothing; writes the plans of a round to its folder, which is there with all of them or not at all, whenever this ends.
+
+    Raises InputError where they cannot be written, and where the folder has other things already.
+    """
+    unfinished = folder.with_name(f".{folder.name}")
+    try:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)  # of a loop that was killed here
+        for i, plan in enumerate(plans):
+            write_file(unfinished / f"plan-{i + 1:02d}.json", plan.to_json())
+        unfinished.rename(folder)
+    except OSError as error:
+        if error.errno in DISK_FAILURES:
+            raise
+        raise InputError(f"{folder}: cannot be written ({(error.strerror or str(error)).lower()})") from None
 
 
 def _run(plan: Plan, trace_file: Path, settings: object, cluster: Cluster, truth: Cluster | None) -> None:

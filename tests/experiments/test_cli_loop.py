@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +105,28 @@ def test_it_ends_when_the_order_is_as_predicted_and_a_stopped_one_goes_on(
     next((out / "runs").glob("*.json")).unlink()
     assert world.loop(rounds=3) == 0
     assert world.runs == len(traces) + 1
+
+
+def test_one_that_was_killed_among_a_rounds_plans_chooses_them_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file = loop.write_file
+
+    def killed_at_the_second(path: Path, content: str) -> None:
+        if path.name == "plan-02.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_file(path, content)
+
+    monkeypatch.setattr(loop, "write_file", killed_at_the_second)
+    process = multiprocessing.get_context("fork").Process(target=world.loop, kwargs={"rounds": 1})
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    out = world.folder / "out"
+    assert list(out.rglob("plan-01.json"))  # the first was written, and stands where no loop takes it for the round's
+
+    monkeypatch.setattr(loop, "write_file", write_file)
+    assert world.loop(rounds=1) == 0
+    assert world.runs == len(list((out / "round-1").glob("plan-*.json"))) >= 2
+    assert {path.name for path in out.iterdir()} == {"loop.json", "round-1", "runs", "plan.json", "calibrated.yaml"}
 
 
 def test_another_loops_folder_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,11 +79,13 @@ def bed(tmp_path: Path) -> Iterator[testbed.Testbed]:
         testbed.down(made.name)
 
 
+ADDRESSES = {"near/0": "10.77.1.1", "near/1": "10.77.1.2", "far/0": "10.77.2.1"}
+
+
 def message_s(bed: testbed.Testbed, sender: str, receiver: str, num_bytes: int, at_once: int = 1) -> float:
     """Median seconds until messages of this size, sent at once on a connection each, have come and are answered."""
     with testbed.inside(bed.device(receiver)):
         listener = socket.create_server(("0.0.0.0", 0))
-    address = "10.77." + {"near/0": "1.1", "near/1": "1.2", "far/0": "2.1"}[receiver]
 
     def answer(connection: socket.socket) -> None:
         while True:
@@ -98,7 +100,7 @@ def message_s(bed: testbed.Testbed, sender: str, receiver: str, num_bytes: int, 
     connections = []
     for _ in range(at_once):
         with testbed.inside(bed.device(sender)):
-            client = socket.create_connection((address, listener.getsockname()[1]), timeout=10)
+            client = socket.create_connection((ADDRESSES[receiver], listener.getsockname()[1]), timeout=10)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
         connections.append(client)
@@ -166,6 +168,43 @@ def test_links_have_the_rates_and_latencies_of_the_cluster(bed: testbed.Testbed)
     assert 0.9 < message_s(bed, "near/0", "far/0", 250_000) / (250_000 / 5e6 + 0.02) < LATE
     # Two that share the wide-area link take twice as long.
     assert 0.9 < message_s(bed, "near/0", "far/0", 250_000, at_once=2) / (500_000 / 5e6 + 0.02) < LATE
+
+
+@needs_root
+def test_a_short_message_does_not_wait_for_a_long_one_to_another_device(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path)
+    path.write_text(path.read_text().replace("latency: 10 ms", "latency: 1 ms"))  # so that a window is more than a path holds
+    bed = testbed.up(path)
+    ended = threading.Event()
+    with testbed.inside(bed.device("near/0")):
+        listener = socket.create_server(("0.0.0.0", 0))
+    with testbed.inside(bed.device("far/0")):
+        client = socket.create_connection((ADDRESSES["near/0"], listener.getsockname()[1]), timeout=10)
+    taking, _ = listener.accept()
+
+    def send() -> None:
+        while not ended.is_set():
+            client.sendall(bytes(100_000))
+        client.shutdown(socket.SHUT_WR)
+
+    def take() -> None:
+        while taking.recv(1 << 16):
+            pass
+
+    threads = [threading.Thread(target=send), threading.Thread(target=take)]
+    try:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)  # until as much is under way as a connection may have: 14 ms of the wide-area link
+        took_s = message_s(bed, "far/0", "near/1", 15_000)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+        for one in (client, taking, listener):
+            one.close()
+        testbed.down(bed.name)
+    assert 0.9 < took_s / (2 * 15_000 / 5e6 + 0.002) < LATE  # it has half of the link, and no queue before it
 
 
 @needs_root

@@ -144,6 +144,22 @@ def test_efficiency_records_are_fitted_where_measured_plans_tell_them() -> None:
     assert found.errors_after.largest < 0.05 < found.errors_before.median
 
 
+def test_the_keys_that_attention_computes_beyond_its_mask_are_fitted_and_none_are_no_bound() -> None:
+    # Seconds of attention over those without them are 1 + 2 keys / length: of three lengths, no fraction stands for the keys.
+    alone = WORLD.without_nodes({"small-0"})
+    some = [
+        one for length, batch in ((64, 8), (128, 6), (256, 4), (512, 4)) for one in random_plans(3, length, alone, length, batch)
+    ]
+    for keys in (60.0, 0.0):
+        true = replace(
+            alone, nodes=(replace(alone.nodes[0], gpu=replace(LARGE, efficiency=replace(EFFICIENCY, attention_keys=keys))),)
+        )
+        runs = [(f"{i}.json", measured(plan, true, i, origin="measured")) for i, plan in enumerate(some)]
+        _, fit = Fitting(alone, observed(runs, alone), records=True).fit()
+        told = {one.name: one for one in fit.constants}["attention_keys of CPU-large"]
+        assert told.after == pytest.approx(keys, rel=0.2, abs=2.0) and told.told and not told.at_bound
+
+
 def test_what_a_gpus_allocator_keeps_is_fitted_to_peaks() -> None:
     gpus = replace(
         WORLD, nodes=tuple(replace(node, gpu=replace(node.gpu, name=node.gpu.name.replace("CPU", "GPU"))) for node in WORLD.nodes)
