@@ -74,8 +74,8 @@ PART_GPUS, FEWEST_PART_GPUS = 128, 32
 PARTS_BEGUN, PARTS_WALKED, COPIED = 0.25, 0.62, 0.67
 """The shares of the budget after which starts on such parts, walks on them, and the pricing of the whole end."""
 
-FIRST_STARTS = 20
-"""So many starts are priced before the first of them is judged."""
+FIRST_STARTS, FIRST = 20, 0.04
+"""So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged."""
 
 MOST_ESTIMATED = 48
 """So many of the best layouts of different shapes are ranked by their estimates."""
@@ -157,8 +157,10 @@ class _Hunt:
         self.preparation = Preparation(self.search.cluster, self.job)
         # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
         starts = self.starts()
-        for start in islice(starts, FIRST_STARTS):
+        for n, start in enumerate(starts):
             self.score_s(start)
+            if n >= FIRST_STARTS and self.late(FIRST):
+                break
         self.judge_best()
         parted = self._parted()
         if parted:
@@ -283,15 +285,17 @@ class _Hunt:
         for n, copies in enumerate(parted):
             hunt = self._part(copies)
             hunt.search.budget_s = self._left_s(PARTS_BEGUN) / (len(parted) - n) / RESETTLED
-            hunt.begin()
-            hunt.resettle()
             hunts.append(hunt)
+            with suppress(BudgetSpent):  # its own; what it has found counts
+                hunt.begin()
+                hunt.resettle()
         # Half of the walks are on parts of the two sizes that are best so far, and half on those of the best one then.
         for rank, share in ((0, 0.25), (1, 1 / 3), (0, 1.0)):
             hunts = sorted((hunt for hunt in hunts if hunt.found), key=lambda hunt: hunt.ranked()[0][0])
             for hunt in hunts[rank : rank + 1]:
                 hunt.search.budget_s = (hunt.search.elapsed_s + share * self._left_s(PARTS_WALKED)) / WALKED
-                hunt.explore()
+                with suppress(BudgetSpent):
+                    hunt.explore()
         found = [(seconds, hunt, layout) for hunt in hunts for seconds, layout, _ in hunt.ranked()[:MOST_MET]]
         for _, hunt, layout in sorted(found, key=lambda entry: entry[0])[:MOST_ESTIMATED]:
             assert hunt.whole is not None
