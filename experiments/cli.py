@@ -15,6 +15,7 @@ from experiments.commands.calibrate import calibrate
 from experiments.commands.compare import compare
 from experiments.commands.demo import demo
 from experiments.commands.discover import discover
+from experiments.commands.experiment import experiment
 from experiments.commands.explain import explain
 from experiments.commands.export import export
 from experiments.commands.loop import loop
@@ -59,6 +60,7 @@ for command in (
     export,
     discover,
     report,
+    experiment,
 ):
     app.command()(command)
 app.add_typer(testbed, name="testbed")

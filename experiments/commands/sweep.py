@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.journal import CSV, JOURNAL, PARQUET, Head, Journal, tables_there, write_tables
 from experiments.output import Outputs, check_folder, outputs
 from experiments.progress import count_progress
-from experiments.sweep import COLUMNS, Row, named
+from experiments.sweep import COLUMNS, Row, Run, named
 from experiments.sweep import sweep as run_sweep
 from experiments.sweep_files import read_sweep
 from experiments.tables import seconds
@@ -97,12 +97,28 @@ def sweep(
       motley sweep examples/sweeps/bandwidth-vs-mfu.yaml \\
         --out results/bandwidth --seed 0
     """
-    workers = Workers(processes, on)
     listed, behind = read_sweep(file, seed, budget_s(budget) if budget is not None else None)
+    carry_out(file.name, listed, out, Workers(processes, on), [file, *behind])
+
+
+def carry_out(
+    name: str,
+    listed: Sequence[Run],
+    out: Path,
+    workers: Workers,
+    inputs: Iterable[Path] = (),
+    also: Sequence[str] = (),
+    then: Callable[[Sequence[Row], Outputs], None] | None = None,
+) -> None:
+    """Nothing; executes the runs of a sweep that the folder does not have yet, writes its tables, and prints what came of it.
+
+    `also` names more files of the folder, which `then` writes once the rows are complete. Raises InputError, and typer.Exit where
+    it was interrupted or no run has a feasible plan.
+    """
     runs = named(listed)
     check_folder("--out", out)
-    files = outputs({f"--out ({name})": out / name for name in (JOURNAL, PARQUET, CSV)}, inputs=[file, *behind])
-    with Journal(out, Head(file.name, tuple(runs))) as journal:
+    files = outputs({f"--out ({file})": out / file for file in (JOURNAL, PARQUET, CSV, *also)}, inputs)
+    with Journal(out, Head(name, tuple(runs))) as journal:
         earlier = len(journal.rows)
         if earlier:
             files.say(f"continues in {out}: {earlier:,} of {len(runs):,} runs were finished before\n")
@@ -112,7 +128,7 @@ def sweep(
                 for _ in range(earlier):
                     progress()
                 interrupted = run_sweep(runs, journal, workers, progress)
-        rows = [journal.rows[name] for name in runs if name in journal.rows]
+        rows = [journal.rows[digest] for digest in runs if digest in journal.rows]
         if len(rows) == len(runs) and (earlier < len(runs) or not tables_there(out)):
             for path, kept in write_tables(out, rows, COLUMNS):
                 files.tell(path, kept)
@@ -120,6 +136,8 @@ def sweep(
         tell_error(f"interrupted: {len(rows):,} of {len(runs):,} runs are finished; the same command continues")
         raise typer.Exit(INTERRUPTED)
     _show(rows, files)
+    if then is not None:
+        then(rows, files)
     files.finish()
     if not any(row["iteration_s"] is not None for row in rows):
         tell_error(f"no run has a feasible plan: {_why_not(rows[0])}")

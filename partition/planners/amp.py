@@ -60,17 +60,23 @@ def amp(search: Search) -> None:
     nodes = usable_nodes(search)
     if not nodes:
         return
+    best_first = ranked(search, nodes)
+    if not best_first:
+        reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
+    judge_in_order(search, ((drafted(search.job, strategy), SETTINGS) for strategy in best_first))
+
+
+def ranked(search: Search, nodes: Sequence[Node]) -> list[Strategy]:
+    """All strategies on all GPUs, or on as many as any fits on, the one of the lowest cost by AMP's model first."""
     model = CostModel(search.cluster, search.job, nodes)
     for count in range(sum(node.gpus for node in nodes), 0, -1):
-        ranked: list[tuple[float, int, Strategy]] = []
+        found: list[tuple[float, int, Strategy]] = []
         for grid in grids(search.job, nodes, count):
             for strategy in strategies(search, model, grid):
-                ranked.append((model.seconds(strategy), len(ranked), strategy))
-        if ranked:
-            ranked.sort(key=lambda entry: entry[:2])
-            judge_in_order(search, ((drafted(search.job, strategy), SETTINGS) for _, _, strategy in ranked))
-            return
-    reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
+                found.append((model.seconds(strategy), len(found), strategy))
+        if found:
+            return [strategy for _, _, strategy in sorted(found, key=lambda entry: entry[:2])]
+    return []
 
 
 # --- Strategies --------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from partition.graph import DeviceGraph
 from partition.pricing import Pricing
 from partition.search import Search, register
 from sim.spec.cluster import Node
+from sim.spec.reading import InputError
 
 MICRO_BATCHES = (1, 2, 4)
 TWINS = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -40,6 +41,29 @@ PRICED_GPUS = 32_000
 FEWEST_PRICED, MOST_PRICED = 100, 1000
 STARTS = 3
 """Starting points that are improved, the best of different shapes."""
+
+PARTITIONS = ("any", "graph", "random", "whole")
+"""How the first level divides the GPUs: graph, cut by METIS; random, with a part drawn for each GPU, as the option
+`--apply_random_strategy` of the paper's program does; whole, not at all. any: graph, whole, and by their kinds."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Which of the planner's phases are at work; an ablation leaves some out. Raises InputError for an unknown partition."""
+
+    partition: str = "any"
+    """Of PARTITIONS."""
+    uneven_degrees: bool = True
+    """Whether stages may differ in their tensor-parallel degree."""
+    local_search: bool = True
+    """Whether what the partition gives is improved (step 5, and all that is done otherwise than in the paper)."""
+
+    def __post_init__(self) -> None:
+        if self.partition not in PARTITIONS:
+            raise InputError(f"a partition is one of {', '.join(PARTITIONS)}, but got {self.partition!r}")
+
+
+ALL_PHASES = Phases()
 
 
 # --- The candidate ---------------------------------------------------------------------------------------------------
@@ -91,16 +115,22 @@ Move: TypeAlias = Callable[[], Candidate]
 @register("flashflex")
 def flashflex(search: Search) -> None:
     """Partitions the graph of devices in levels, improves that by local moves under the quick price, has the best judged."""
+    in_phases(search, ALL_PHASES)
+
+
+def in_phases(search: Search, phases: Phases) -> None:
+    """As `flashflex`, with these of its phases: a planner for ablations, once it has them."""
     nodes = usable_nodes(search)
     if not nodes:
         return
-    climb = Climb(search, nodes)
+    climb = Climb(search, nodes, phases=phases)
     starts = climb.starts()
     climb.judge_best()
-    for start in starts:
-        climb.improve(start, climb.allowed // (2 * len(starts)))
-    climb.judge_best()
-    climb.explore()
+    if phases.local_search:
+        for start in starts:
+            climb.improve(start, climb.allowed // (2 * len(starts)))
+        climb.judge_best()
+        climb.explore()
     if not climb.priced:
         reject(search, climb.graph.devices)
     judge_in_order(search, climb.ranked())
@@ -109,8 +139,10 @@ def flashflex(search: Search) -> None:
 class Climb:
     """The local search: what was priced so far, and how much more may be."""
 
-    def __init__(self, search: Search, nodes: Sequence[Node], rng: np.random.Generator | None = None) -> None:
-        self.search, self.nodes = search, {node.name: node for node in nodes}
+    def __init__(
+        self, search: Search, nodes: Sequence[Node], rng: np.random.Generator | None = None, phases: Phases = ALL_PHASES
+    ) -> None:
+        self.search, self.nodes, self.phases = search, {node.name: node for node in nodes}, phases
         self.rng = rng or search.rng
         self.pricing = Pricing(search.cluster, search.job)
         self.assembly = Assembly(search.cluster, search.job, self.pricing)
@@ -132,7 +164,8 @@ class Climb:
         if found is None:
             self.search.check_budget()
             found = float("inf")
-            draft = self.assembly.draft(self.pipelines(candidate), candidate.micro_batch, candidate.settings)
+            pipelines = self.pipelines(candidate)
+            draft = self.assembly.draft(pipelines, candidate.micro_batch, candidate.settings) if pipelines else None
             if draft is not None:
                 found = self.pricing.price_s(draft, candidate.settings)
                 self.priced[candidate] = found, draft
@@ -205,19 +238,27 @@ class Climb:
         for name in self.graph.devices:
             by_kind.setdefault(self.device(name).gpu.name, []).append(name)
         count = len(self.graph.devices)
-        groupings = [[self.graph.devices]]
-        if len(by_kind) > 1:
+        groupings = [[self.graph.devices]] if self.phases.partition in ("any", "whole") else []
+        if len(by_kind) > 1 and self.phases.partition == "any":
             groupings.append(list(by_kind.values()))
         for parts in sorted({2, 3, 4, len(self.nodes), *(2**n for n in range(3, 8))}):
-            if parts <= min(count, 2 * len(self.nodes)):
+            if parts <= min(count, 2 * len(self.nodes)) and self.phases.partition != "whole":
                 for weight in (self.speed, self.memory):
-                    weights = [weight[name] for name in self.graph.devices]
-                    groupings.append(self.graph.partition(self.graph.devices, parts, weights, self.search.seed))
+                    groupings.append(self._cut(self.graph.devices, parts, weight, self.search.seed))
         for grouping in groupings:
             teams = [self._blocks(devices) for devices in grouping]
             if teams not in seen:
                 seen.append(teams)
                 yield teams
+
+    def _cut(self, devices: Sequence[str], parts: int, weight: dict[str, float], seed: int) -> list[list[str]]:
+        """The devices in about so many parts: cut by METIS under this seed, or drawn."""
+        if self.phases.partition != "random":
+            return self.graph.partition(devices, parts, [weight[name] for name in devices], seed)
+        drawn: list[list[str]] = [[] for _ in range(parts)]
+        for name, part in zip(devices, self.rng.integers(parts, size=len(devices)), strict=True):
+            drawn[part].append(name)
+        return [part for part in drawn if part]
 
     def _blocks(self, devices: Sequence[str]) -> list[Block]:
         """Devices by node, along the path whose slowest link is fastest, nodes with more memory first."""
@@ -233,7 +274,12 @@ class Climb:
         return [degree for degree in degrees(self.search.job, most) if degree & (degree - 1) == 0] or [1]
 
     def _with_degree(self, block: Block, degree: int) -> Block:
-        """The block with this degree, or with the largest one below it that its number of devices allows."""
+        """The block with this degree, or with the largest one below it that its number of devices allows.
+
+        Where all stages have one degree, devices that do not make a whole group are left out.
+        """
+        if not self.phases.uneven_degrees:
+            return replace(block, degree=degree)
         allowed = degrees(self.search.job, len(block.devices))
         return replace(block, degree=max(d for d in allowed if d <= degree))
 
@@ -278,7 +324,7 @@ class Climb:
     def _moves(self, candidate: Candidate) -> list[Move]:
         """All changes of a candidate by one step, not yet made."""
         moves: list[Move] = []
-        teams, settings = candidate.teams, candidate.settings
+        teams, settings, cuts = candidate.teams, candidate.settings, self.phases.partition != "whole"
         for t, team in enumerate(teams):
             most = max(len(block.devices) for block in team.blocks)
             for n in TWINS:
@@ -288,10 +334,13 @@ class Climb:
                 moves += self._block_moves(candidate, t, b)
             if len(team.blocks) > 1:
                 moves.append(partial(_with_team, candidate, t, replace(team, blocks=team.blocks[::-1])))
-                moves.append(partial(self._recut, candidate, (t,), 2))
+                if cuts:
+                    moves.append(partial(self._recut, candidate, (t,), 2))
             for u in range(t):
                 moves.append(partial(self._recut, candidate, (t, u), 1))
                 moves.append(partial(self._recut, candidate, (t, u), 2))
+        if not self.phases.uneven_degrees:
+            moves += [partial(self._at_degree, candidate, degree) for degree in self._degrees()]
         for names in self._unused(candidate):
             moves.append(partial(self._added, candidate, names))
         for n in MICRO_BATCHES:
@@ -311,7 +360,7 @@ class Climb:
         block, before, after = team.blocks[b], team.blocks[:b], team.blocks[b + 1 :]
         changed = []
         for degree in degrees(self.search.job, len(block.devices)):
-            if degree != block.degree:
+            if degree != block.degree and self.phases.uneven_degrees:
                 changed.append((*before, replace(block, degree=degree), *after))
                 changed.append(self._all_alike(team, block, degree))
         changed.append((*before, *after))
@@ -330,6 +379,13 @@ class Climb:
         moves += [partial(_given, candidate, t, b, u) for u in range(len(candidate.teams)) if u != t]
         return moves
 
+    def _at_degree(self, candidate: Candidate, degree: int) -> Candidate:
+        """The candidate with this degree everywhere."""
+        teams = tuple(
+            replace(team, blocks=tuple(replace(block, degree=degree) for block in team.blocks)) for team in candidate.teams
+        )
+        return replace(candidate, teams=teams)
+
     def _all_alike(self, team: Team, like: Block, degree: int) -> tuple[Block, ...]:
         """The team's blocks with this degree where their kind of GPU is that of the block."""
         kind = self.device(like.devices[0]).gpu.name
@@ -338,7 +394,7 @@ class Climb:
         )
 
     def _recut(self, candidate: Candidate, chosen: Sequence[int], parts: int) -> Candidate:
-        """Some teams merged and, if into several parts, cut anew by METIS under another seed; degrees are kept node by node.
+        """Some teams merged and, if into several parts, cut anew (by METIS under another seed); degrees are kept node by node.
 
         Two teams into two parts is the refinement step of the paper.
         """
@@ -346,7 +402,7 @@ class Climb:
         devices = sorted((name for block in blocks for name in block.devices), key=self.graph.devices.index)
         degree = {block.node: block.degree for block in blocks}
         weight = self.speed if self.rng.integers(2) else self.memory
-        cut = self.graph.partition(devices, parts, [weight[name] for name in devices], int(self.rng.integers(1 << 20)))
+        cut = self._cut(devices, parts, weight, int(self.rng.integers(1 << 20)))
         twins = max(candidate.teams[t].twins for t in chosen)
         made = [
             Team(tuple(self._with_degree(block, degree[block.node]) for block in self._blocks(names)), twins) for names in cut
@@ -368,7 +424,7 @@ class Climb:
         t = int(self.rng.integers(len(candidate.teams)))
         team = candidate.teams[t]
         at = int(self.rng.integers(len(team.blocks) + 1))
-        allowed = degrees(self.search.job, len(names))
+        allowed = degrees(self.search.job, len(names)) if self.phases.uneven_degrees else [team.blocks[0].degree]
         block = Block(names, allowed[int(self.rng.integers(len(allowed)))])
         return _with_team(candidate, t, replace(team, blocks=(*team.blocks[:at], block, *team.blocks[at:])))
 

@@ -53,10 +53,18 @@ Lane = tuple[str, ...]
 @register("holmes")
 def holmes(search: Search) -> None:
     """Prices the plans of all degrees, orders and splits over the NIC groups that fit, and has the best of them judged."""
+    holmes_with(search)
+
+
+def holmes_with(search: Search, by_nic: bool = True, uneven: bool = True) -> None:
+    """As `holmes`, with or without its parts, to see what they are good for.
+
+    Without `by_nic` the nodes are one group, in the order of the file; without `uneven` all stages have as many layers.
+    """
     nodes = usable_nodes(search)
     if not nodes:
         return
-    priced = HolmesPlans(search).priced(nodes)
+    priced = HolmesPlans(search, by_nic, uneven).priced(nodes)
     if not priced:
         reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
     priced.sort(key=lambda entry: entry[:2])
@@ -93,8 +101,9 @@ def uneven_split(layers: int, speeds: Sequence[float], alpha: float) -> list[int
 class HolmesPlans:
     """What is tried, with its prices."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Search, by_nic: bool = True, uneven: bool = True) -> None:
         self.search, self.job = search, search.job
+        self.by_nic, self.uneven = by_nic, uneven
         self.pricing, self.room = Pricing(search.cluster, search.job), Room(search.cluster, search.job)
 
     def priced(self, nodes: Sequence[Node]) -> list[tuple[float, int, Draft, Settings]]:
@@ -110,6 +119,8 @@ class HolmesPlans:
 
     def _groupings(self, nodes: Sequence[Node]) -> list[list[list[Node]]]:
         """The groups of each part of the cluster that is tried."""
+        if not self.by_nic:
+            return [[part] for part in parts(nodes)]
         tried = [*parts(nodes), *nic_groups(nodes)]
         found = [nic_groups(part, by_gpu) for part in tried for by_gpu in (False, True)]
         return [groups for i, groups in enumerate(found) if groups not in found[:i]]
@@ -138,7 +149,9 @@ class HolmesPlans:
         for order in _orders(speeds):
             stages = [lanes for g in order for lanes in groups[g]]
             of_stages = [speeds[g] for g in order for _ in groups[g]]
-            splits = [uneven_split(layers, of_stages, alpha) for alpha in ALPHAS]
+            splits: list[list[int] | None] = [even_split(layers, len(stages))]
+            if self.uneven:
+                splits = [uneven_split(layers, of_stages, alpha) for alpha in ALPHAS]
             for n, counts in enumerate(splits):
                 if counts is not None and counts not in splits[:n]:
                     draft = self._first_that_fits(stages, counts, micro_batch, settings)

@@ -17,8 +17,9 @@ every p of the m micro-batches make a round trip of the pipeline, and pay for al
 Done otherwise: memory is checked exactly, where the paper trains a network to predict it. C is that of the slowest stage where
 stages differ, in layers, ends or GPUs (all are alike in the paper). Of fewer micro-batches than stages only as many count in
 (p - 1) C. A message to a stage and the answer of it are priced each in its own direction. A worker that is moved is a
-tensor-parallel group, which lies inside a node, so that the all-reduce links and messages of its GPUs are priced together; two
-nodes are measured by one pair of their workers, unless the cluster's matrix is one of GPUs. Annealing begins with the ranks of
+tensor-parallel group (the published program moves whole nodes, as `ranked` can), which lies inside a node, so that the
+all-reduce links and messages of its GPUs are priced together; two nodes are measured by one pair of their workers, unless the
+cluster's matrix is one of GPUs. Annealing begins with the ranks of
 Megatron-LM, makes a number of steps instead of going on for some seconds, and skips a grid that would lose even if all its links
 were the fastest there are; of the grids left, the ten of lowest latency are judged. Layers are cut as evenly as possible where
 they do not divide. On mixed clusters homogeneous parts are tried too, as by `partition.planners.megatron`. Layers are
@@ -285,11 +286,30 @@ def _neighbour(order: Order, move: int, i: int, j: int) -> Order:
     return changed
 
 
+def anneal_workers(grid: Grid, start: Order, rng: np.random.Generator, steps: int) -> tuple[Order, float]:
+    """The best placement that was found of the workers one by one, and its latency."""
+    return anneal(grid.latency_s, start, rng, steps)
+
+
+def anneal_nodes(grid: Grid, start: Order, rng: np.random.Generator, steps: int) -> tuple[Order, float]:
+    """The best placement that was found of whole nodes, and its latency; `start` where their ranks do not fit in memory."""
+    blocks = [np.flatnonzero(grid.workers.node == n) for n in range(int(grid.workers.node[-1]) + 1)]
+
+    def laid(nodes: Order) -> Order:
+        return np.concatenate([blocks[n] for n in nodes])
+
+    ranks = np.arange(len(blocks), dtype=np.int64)
+    if not grid.fits(laid(ranks)):
+        return start, grid.latency_s(start)
+    best, latency_s = anneal(lambda nodes: grid.latency_s(laid(nodes)), ranks, rng, steps)
+    return laid(best), latency_s
+
+
 # --- The planner -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Placed:
+class Placed:
     """A grid in the best placement that was found, with its latency."""
 
     latency_s: float
@@ -303,20 +323,28 @@ def pipette(search: Search) -> None:
     nodes = usable_nodes(search)
     if not nodes:
         return
-    starts = [(grid.least_s, n, grid, start) for n, (grid, start) in enumerate(_grids(search, nodes))]
-    if not starts:
+    best_first = ranked(search, nodes)
+    if not best_first:
         reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
-    placed: list[_Placed] = []
+    judge_in_order(search, ((entry.grid.draft(entry.order), SETTINGS) for entry in best_first[:JUDGED]))
+
+
+def ranked(search: Search, nodes: Sequence[Node], steps: int = STEPS, whole_nodes: bool = False) -> list[Placed]:
+    """Every grid that fits and may win, in the best placement of so many steps of annealing, the one of lowest latency first.
+
+    With `whole_nodes` nodes change places, with all their workers, as in the published program.
+    """
+    starts = [(grid.least_s, n, grid, start) for n, (grid, start) in enumerate(_grids(search, nodes))]
+    placed: list[Placed] = []
     best_s = math.inf
     for least_s, _, grid, start in sorted(starts, key=lambda entry: entry[:2]):
         if least_s > best_s and len(placed) >= JUDGED:
             break
         search.check_budget()
-        order, latency_s = anneal(grid.latency_s, start, search.rng)
-        placed.append(_Placed(latency_s, grid, order))
+        order, latency_s = (anneal_nodes if whole_nodes else anneal_workers)(grid, start, search.rng, steps)
+        placed.append(Placed(latency_s, grid, order))
         best_s = min(best_s, latency_s)
-    placed.sort(key=lambda entry: entry.latency_s)
-    judge_in_order(search, ((entry.grid.draft(entry.order), SETTINGS) for entry in placed[:JUDGED]))
+    return sorted(placed, key=lambda entry: entry.latency_s)
 
 
 def _grids(search: Search, nodes: Sequence[Node]) -> Iterator[tuple[Grid, Order]]:
@@ -326,13 +354,13 @@ def _grids(search: Search, nodes: Sequence[Node]) -> Iterator[tuple[Grid, Order]
         for degree in degrees(job, math.gcd(*(node.gpus for node in part))):
             search.check_budget()
             workers = Workers(pricing, part, degree)
-            for pipeline, micro_batch in _shapes(job, len(workers)):
+            for pipeline, micro_batch in shapes(job, len(workers)):
                 tried = (Grid(workers, pricing, room, pipeline, micro_batch, mode) for mode in RECOMPUTE_MODES)
                 fitting = ((grid, start) for grid in tried if (start := grid.start) is not None)
                 yield from islice(fitting, 1)
 
 
-def _shapes(job: Job, workers: int) -> Iterator[tuple[int, int]]:
+def shapes(job: Job, workers: int) -> Iterator[tuple[int, int]]:
     """Stages and micro-batch sizes that divide so many workers and the batch."""
     for pipeline in range(1, min(job.model.layers, workers) + 1):
         if workers % pipeline == 0:

@@ -59,7 +59,17 @@ def varuna(search: Search) -> None:
     nodes = usable_nodes(search)
     if not nodes:
         return
-    morphing = Morphing(search.cluster, search.job)
+    simulated = ranked(search, nodes)
+    if not simulated:
+        reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
+        return
+    near = [(draft, SETTINGS) for seconds, draft in simulated if seconds <= SLACK * simulated[0][0]]
+    judge_in_order(search, near)
+
+
+def ranked(search: Search, nodes: Sequence[Node], room: Room | None = None) -> list[tuple[float, Draft]]:
+    """Every depth on every pool of GPUs, as far as it fits, with the seconds that it is simulated to take, best first."""
+    morphing = Morphing(search.cluster, search.job, room)
     simulated: list[tuple[float, int, Draft]] = []
     for devices in morphing.pools(nodes):
         for depth in range(1, min(search.job.model.layers, len(devices)) + 1):
@@ -68,12 +78,7 @@ def varuna(search: Search) -> None:
             if configuration is not None:
                 seconds = morphing.seconds(configuration)
                 simulated.append((seconds, len(simulated), morphing.draft(configuration)))
-    if not simulated:
-        reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
-        return
-    simulated.sort(key=lambda entry: entry[:2])
-    near = [(draft, SETTINGS) for seconds, _, draft in simulated if seconds <= SLACK * simulated[0][0]]
-    judge_in_order(search, near)
+    return [(seconds, draft) for seconds, _, draft in sorted(simulated, key=lambda entry: entry[:2])]
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,10 @@ class Configuration:
 class Morphing:
     """The choice of micro-batches and depths for one job on a cluster."""
 
-    def __init__(self, cluster: Cluster, job: Job) -> None:
+    def __init__(self, cluster: Cluster, job: Job, room: Room | None = None) -> None:
+        """`room` says what fits, in place of the memory as it is judged."""
         self.cluster, self.job = cluster, job
-        self.pricing, self.room = Pricing(cluster, job), Room(cluster, job)
+        self.pricing, self.room = Pricing(cluster, job), room or Room(cluster, job)
 
     def pools(self, nodes: Sequence[Node]) -> Iterator[list[str]]:
         """The GPUs of the fastest kind, of the two fastest, and so on to all, in the order of the cluster file."""
