@@ -71,7 +71,7 @@ FOUND = "found by motley"
 
 GBIT_PER_S = (1, 2, 5, 10, 25, 50, 100, 200)
 RATED = ("motley", "flashflex", "megatron")
-RATES_BUDGET_S = 3.0
+RATES_BUDGET_S = 10.0
 
 MORE_BUDGET_S, MORE_SEEDS = 4.0, 3
 NOTHING = "nothing"
