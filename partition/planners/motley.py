@@ -351,7 +351,14 @@ class _Hunt:
         estimates = self.preparation.estimates() if self.preparation is not None else None
         if estimates is None:
             return ranked
-        known = [(self.draft_s(draft, layout.settings, estimates), layout, draft) for _, layout, draft in ranked[:MOST_ESTIMATED]]
+        # Prices err by some per cent, and more for some numbers of pipelines than for others: the best of each has its chance.
+        firsts: dict[object, tuple[float, Layout, Draft]] = {}
+        for entry in ranked:
+            layout = entry[1]
+            firsts.setdefault((len(layout.pipelines), layout.micro_batch, layout.settings.zero_stage), entry)
+        chosen = dict.fromkeys(list(firsts.values())[: MOST_ESTIMATED // 2])
+        chosen |= dict.fromkeys(ranked[: MOST_ESTIMATED - len(chosen)])
+        known = [(self.draft_s(draft, layout.settings, estimates), layout, draft) for _, layout, draft in chosen]
         return sorted(known, key=lambda entry: entry[0])
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
@@ -384,10 +391,10 @@ class _Hunt:
         """The symmetric grids on a part of the cluster."""
         for pipelines in _from_both_ends(list(shapes(self.job, part))):
             tensor = len(pipelines[0][0])
-            settings = Settings(sequence_parallel=tensor > 1 and self.job.sequence_length % tensor == 0)
-            for size in MICRO_BATCHES:
+            parallel = tensor > 1 and self.job.sequence_length % tensor == 0
+            for size, zero_stage in product(MICRO_BATCHES, (1, 0) if len(pipelines) > 1 else (1,)):
                 if self.job.global_batch % (len(pipelines) * size) == 0:
-                    yield Layout(pipelines, size, settings)
+                    yield Layout(pipelines, size, Settings(zero_stage=zero_stage, sequence_parallel=parallel))
 
     def _dealt(self, teams: Sequence[Sequence[Sequence[str]]]) -> Iterator[Layout]:
         """Pipelines of groups of one degree, dealt from teams of nodes."""
