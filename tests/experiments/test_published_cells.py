@@ -15,7 +15,9 @@ def test_flashflex_beats_random_and_is_no_slower_than_megatron(number: int) -> N
     seconds = {}
     for name, cell in searches.items():
         result = plan(cell.cluster, cell.job, name, budget_s=cell.budget_s, seed=cell.seed)
-        assert result.cost is not None and result.stopped == "finished"
+        assert result.cost is not None
+        assert name == "motley" or result.stopped == "finished"  # motley goes on for longer
         seconds[name] = result.cost.iteration_s
+    assert seconds["motley"] <= seconds["flashflex"] * 1.005
     assert seconds["flashflex"] <= seconds["megatron"] * 1.005
     assert seconds["flashflex"] < seconds["random"] * 0.8
