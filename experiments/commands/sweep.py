@@ -54,7 +54,7 @@ Processes = Annotated[
 ]
 RunBudget = Annotated[
     str | None,
-    typer.Option("--budget", metavar="TIME", help="How long a search may take, in the place of the file's.", show_default=False),
+    typer.Option("--budget", metavar="TIME", help="How long a search may take, in the place of its own.", show_default=False),
 ]
 
 INPUTS = (
