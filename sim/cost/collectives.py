@@ -32,6 +32,9 @@ FLAGGED_BYTES = 2.0
 SWITCH_STEPS = 12
 """What the NVLink switch's reduction takes to fill its pipeline, in steps of full bandwidth: 60 to 100 us on H100 and H200."""
 
+ALIKE = 1 + 1e-9
+"""Seconds within this factor of each other are the same: what rounding makes of them chooses no algorithm."""
+
 Group: TypeAlias = tuple[float, tuple[str, ...]]
 """A part of the tensor, in fractions of its bytes, and the devices that hold it."""
 
@@ -92,20 +95,25 @@ Options: TypeAlias = tuple[tuple[float, Transfer], ...]
 
 
 def _cheapest(options: Options, num_bytes: float, count: int = 1) -> Transfer:
-    """The transfer of `num_bytes` by the option that takes the least time alone on its links."""
+    """The transfer of `num_bytes` by the option that takes the least time alone on its links, of equals the first."""
     if not options:
         return NOTHING
-    best = min(options, key=lambda option: option[1].latency_s + num_bytes * option[0]) if len(options) > 1 else options[0]
-    return scaled(best[1], num_bytes, count)
+    best = 0
+    if len(options) > 1:
+        seconds = [transfer.latency_s + num_bytes * byte_s for byte_s, transfer in options]
+        enough_s = min(seconds) * ALIKE
+        best = next(i for i, option_s in enumerate(seconds) if option_s <= enough_s)
+    return scaled(options[best][1], num_bytes, count)
 
 
 def _options(network: Network, kind: str, groups: Sequence[Group]) -> Options:
-    """The ways in which groups can do a collective at once. What is never the cheapest, whatever the size, is left out.
+    """The ways in which groups can do a collective at once, those of the fewest seconds a byte first.
 
-    A group that cannot do an algorithm does its ring.
+    What is never the cheapest, whatever the size, is left out; of those that always take the same the first algorithm stays. A
+    group that cannot do an algorithm does its ring.
     """
     groups = [group for group in groups if len(group[1]) > 1]
-    found: list[tuple[float, Transfer]] = []
+    kept: list[tuple[float, Transfer]] = []
     for algorithm in _ALGORITHMS[kind]:
         each = [algorithm(network, kind, devices) for _, devices in groups]
         if all(steps is None for steps in each):
@@ -113,12 +121,15 @@ def _options(network: Network, kind: str, groups: Sequence[Group]) -> Options:
         done = [steps or _ring(network, kind, devices) for steps, (_, devices) in zip(each, groups, strict=True)]
         for flagged in (False, True) if _has_flags(network, algorithm, groups) else (False,):
             transfer = at_once([_started(network, steps, share, flagged) for steps, (share, _) in zip(done, groups, strict=True)])
-            found.append((network.busiest_s(transfer), transfer))
-    kept: list[tuple[float, Transfer]] = []
-    for byte_s, transfer in sorted(found, key=lambda option: (option[0], option[1].latency_s)):
-        if not kept or transfer.latency_s < kept[-1][1].latency_s:
-            kept.append((byte_s, transfer))
-    return tuple(kept)
+            option = network.busiest_s(transfer), transfer
+            if not any(_never_slower(other, option) for other in kept):
+                kept = [other for other in kept if not _never_slower(option, other)] + [option]
+    return tuple(sorted(kept, key=lambda option: option[0]))
+
+
+def _never_slower(one: tuple[float, Transfer], other: tuple[float, Transfer]) -> bool:
+    """Whether an option takes no longer than another, whatever the size."""
+    return one[0] <= other[0] * ALIKE and one[1].latency_s <= other[1].latency_s * ALIKE
 
 
 def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = False) -> Transfer:

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sim.cost.collectives import FLAGGED_BYTES
+from sim.cost.collectives import ALIKE, FLAGGED_BYTES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -318,7 +318,7 @@ def _exchange_s(
 ) -> tuple[float, float]:
     """Seconds on the wire, and of latency, of an exchange, as `sim.cost.traffic.exchange`, by the protocol that is faster."""
     wire_s, latency_s = num_bytes * byte_s, start_s + full_s
-    if start_s + low_s + FLAGGED_BYTES * wire_s < latency_s + wire_s:
+    if (start_s + low_s + FLAGGED_BYTES * wire_s) * ALIKE < latency_s + wire_s:
         wire_s, latency_s = FLAGGED_BYTES * wire_s, start_s + low_s
     return wire_s / collective_scale, latency_s
 
