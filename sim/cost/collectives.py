@@ -1,7 +1,8 @@
 """Collectives and messages between lanes as fluid transfers: which bytes cross which links, and how many latencies.
 
 A collective is never simulated step by step. Its transfer holds, for every link that it crosses, the total bytes of all its
-steps; its latency is the start and that of all steps that follow one another. Which algorithm and which protocol a collective
+steps; its latency is the start and that of all steps that follow one another; of gloo's rings, what the bytes of slower hops do
+not hide of it (`_laps`). Which algorithm and which protocol a collective
 takes depends on its size, as in NCCL (src/graph/tuning.cc): the one that would be done first with its links to itself.
 
 Algorithms: a ring; a reduction inside each node and trees across; the NVLink switch that reduces by itself. Protocols: that
@@ -11,12 +12,12 @@ of full bandwidth, and that of low latency, which sends a flag with every word o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
+from sim.cost.network import NOTHING, Network, Path, Transfer, at_once, scaled, together
 from sim.spec.cluster import Node
 from sim.spec.gpu import fold
 
@@ -47,6 +48,39 @@ class _Steps:
     """Its latency is that of the paths of all those steps."""
     step_s: float
     """Seconds that the steps take longer in the protocol of full bandwidth."""
+    rings: tuple[tuple[Path, ...], ...] = ()
+    """Where it is nothing but rings: the paths from each device to the next one."""
+
+
+Line: TypeAlias = tuple[float, float]
+"""Seconds that a size takes at least: so many, and so many for each byte."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way of doing a collective of one byte."""
+
+    transfer: Transfer
+    """Its latency is in the lines."""
+    byte_s: float
+    """Seconds of the byte alone on its links."""
+    lines: tuple[Line, ...]
+    """It takes what the highest one says of a size."""
+
+    def latency_s(self, num_bytes: float) -> float:
+        """What a size takes beside its bytes."""
+        if len(self.lines) == 1:
+            return self.lines[0][0]
+        return max(0.0, *[latency_s - num_bytes * (self.byte_s - byte_s) for latency_s, byte_s in self.lines])
+
+    def never_slower(self, other: Option) -> bool:
+        """Whether it takes no longer than another, whatever the size."""
+        return all(any(_below(one, another) for another in other.lines) for one in self.lines)
+
+
+def _below(one: Line, other: Line) -> bool:
+    """Whether a line is nowhere higher than another."""
+    return one[0] <= other[0] * ALIKE and one[1] <= other[1] * ALIKE
 
 
 # --- Any collective ----------------------------------------------------------------------------------------------------
@@ -90,57 +124,79 @@ def _slices_of(lanes: Sequence[Sequence[str]]) -> list[Group]:
     ]
 
 
-Options: TypeAlias = tuple[tuple[float, Transfer], ...]
-"""Ways of doing a collective of one byte, with the seconds of that byte alone on its links, latency apart."""
-
-
-def _cheapest(options: Options, num_bytes: float, count: int = 1) -> Transfer:
+def _cheapest(options: Sequence[Option], num_bytes: float, count: int = 1) -> Transfer:
     """The transfer of `num_bytes` by the option that takes the least time alone on its links, of equals the first."""
     if not options:
         return NOTHING
-    best = 0
-    if len(options) > 1:
-        seconds = [transfer.latency_s + num_bytes * byte_s for byte_s, transfer in options]
-        enough_s = min(seconds) * ALIKE
-        best = next(i for i, option_s in enumerate(seconds) if option_s <= enough_s)
-    return scaled(options[best][1], num_bytes, count)
+    best, least_s = options[0], math.inf
+    for option in options if len(options) > 1 else ():
+        seconds = option.latency_s(num_bytes) + num_bytes * option.byte_s
+        if seconds * ALIKE < least_s:
+            best, least_s = option, seconds
+    return scaled(best.transfer, num_bytes, count, best.latency_s(num_bytes))
 
 
-def _options(network: Network, kind: str, groups: Sequence[Group]) -> Options:
+def _options(network: Network, kind: str, groups: Sequence[Group]) -> tuple[Option, ...]:
     """The ways in which groups can do a collective at once, those of the fewest seconds a byte first.
 
     What is never the cheapest, whatever the size, is left out; of those that always take the same the first algorithm stays. A
     group that cannot do an algorithm does its ring.
     """
     groups = [group for group in groups if len(group[1]) > 1]
-    kept: list[tuple[float, Transfer]] = []
+    nccl = by_nccl(network, [name for _, devices in groups for name in devices])
+    kept: list[Option] = []
     for algorithm in _ALGORITHMS[kind]:
         each = [algorithm(network, kind, devices) for _, devices in groups]
         if all(steps is None for steps in each):
             continue
         done = [steps or _ring(network, kind, devices) for steps, (_, devices) in zip(each, groups, strict=True)]
-        for flagged in (False, True) if _has_flags(network, algorithm, groups) else (False,):
+        for flagged in (False, True) if nccl and algorithm in (_ring, _trees) else (False,):
             transfer = at_once([_started(network, steps, share, flagged) for steps, (share, _) in zip(done, groups, strict=True)])
-            option = network.busiest_s(transfer), transfer
-            if not any(_never_slower(other, option) for other in kept):
-                kept = [other for other in kept if not _never_slower(option, other)] + [option]
-    return tuple(sorted(kept, key=lambda option: option[0]))
+            byte_s = network.busiest_s(transfer)
+            lines = ((transfer.latency_s, byte_s),) if nccl else _lines(network, kind, done, transfer)
+            option = Option(transfer, byte_s, lines)
+            if not any(other.never_slower(option) for other in kept):
+                kept = [other for other in kept if not option.never_slower(other)] + [option]
+    return tuple(sorted(kept, key=lambda option: option.byte_s))
 
 
-def _never_slower(one: tuple[float, Transfer], other: tuple[float, Transfer]) -> bool:
-    """Whether an option takes no longer than another, whatever the size."""
-    return one[0] <= other[0] * ALIKE and one[1].latency_s <= other[1].latency_s * ALIKE
+def _lines(network: Network, kind: str, done: Sequence[_Steps], transfer: Transfer) -> tuple[Line, ...]:
+    """What gloo takes at least for the steps of several groups, which move a byte at once: together, their `transfer`."""
+    start_s, busiest_s, link_s = network.cluster.fabric.start_s, network.busiest_s(transfer), network.seconds_by_link(transfer)
+    found = [(steps.transfer.latency_s + steps.step_s, busiest_s) for steps in done if not steps.rings]
+    for ring in (ring for steps in done for ring in steps.rings):
+        count = RING_STEPS[kind] * (len(ring) - 1)
+        latencies_s = [path.latency_s + path.step_s for path in ring]
+        found += _laps(latencies_s, [max(link_s[link] for link, _ in path.links) / count for path in ring], count)
+    kept: list[Line] = []
+    for line in found:
+        if not any(_below(line, other) for other in kept):
+            kept = [other for other in kept if not _below(other, line)] + [line]
+    return tuple((start_s + latency_s, byte_s) for latency_s, byte_s in kept)
+
+
+def _laps(latencies_s: Sequence[float], steps_s: Sequence[float], count: int) -> Iterator[Line]:
+    """What `count` steps of a ring take at least, of which a hop's takes its seconds and then its latency: together, all of it.
+
+    A device sends a part when it has received it and has sent the one before. So a step waits for the one before on the same hop,
+    for its seconds, and for that on the hop before, for its latency too; all steps take as long as the longest chain of such
+    waits. A chain goes on over some hops that follow one another, and stays for all other steps at the slowest of them: there the
+    latencies of the hops that it leaves out are hidden. Where all hops are alike none is.
+    """
+    n = len(steps_s)
+    for first in range(n):
+        latency_s = passed_s = slowest_s = 0.0
+        for length in range(1, count + 1):
+            hop = (first + length - 1) % n
+            latency_s, passed_s = latency_s + latencies_s[hop], passed_s + steps_s[hop]
+            slowest_s = max(slowest_s, steps_s[hop])
+            yield latency_s, passed_s + (count - length) * slowest_s
 
 
 def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = False) -> Transfer:
     """The transfer of an algorithm's steps, with its start, in the protocol of full bandwidth or of low latency (`flagged`)."""
     latency_s = network.cluster.fabric.start_s + steps.transfer.latency_s + (0.0 if flagged else steps.step_s)
     return replace(scaled(steps.transfer, num_bytes * (FLAGGED_BYTES if flagged else 1.0)), latency_s=latency_s)
-
-
-def _has_flags(network: Network, algorithm: Algorithm, groups: Sequence[Group]) -> bool:
-    """Whether an algorithm has the protocol of low latency."""
-    return algorithm in (_ring, _trees) and by_nccl(network, [name for _, devices in groups for name in devices])
 
 
 def by_nccl(network: Network, devices: Sequence[str]) -> bool:
@@ -152,7 +208,7 @@ def by_nccl(network: Network, devices: Sequence[str]) -> bool:
 
 
 def ring(network: Network, kind: str, devices: Sequence[str], num_bytes: float, count: int = 1) -> Transfer:
-    """The transfer of `count` ring collectives in the protocol of full bandwidth, whatever the size. See `collective`.
+    """The transfer of `count` ring collectives in the protocol of full bandwidth, with all their latencies, whatever the size.
 
     The ring enters and leaves every node once; where the devices of each node use several NICs, as many rings share the
     bytes, each turned so that it crosses by other NICs, as NCCL's channels do.
@@ -169,7 +225,10 @@ def ring(network: Network, kind: str, devices: Sequence[str], num_bytes: float, 
 
 
 def _ring(network: Network, kind: str, devices: Sequence[str]) -> _Steps:
-    """A byte goes over n-1 of the n hops in each round, at worst over all but the shortest."""
+    """A byte goes over n-1 of the n hops in each round, at worst over all but the shortest.
+
+    NCCL's latencies come beside its bytes, as it reckons itself (src/graph/tuning.cc); of gloo's see `_laps`.
+    """
     rounds, n = RING_STEPS[kind], len(devices)
     rings = _rings(network, devices)
     each = rounds * (n - 1) / n / len(rings)
@@ -178,7 +237,7 @@ def _ring(network: Network, kind: str, devices: Sequence[str]) -> _Steps:
     latency_s = max(_but_one([path.latency_s for path in ring]) for ring in paths)
     step_s = max(_but_one([path.step_s for path in ring]) for ring in paths)
     moved = network.transfer((a, b, each) for ring in hops for a, b in ring)
-    return _Steps(replace(moved, latency_s=rounds * latency_s), rounds * step_s)
+    return _Steps(replace(moved, latency_s=rounds * latency_s), rounds * step_s, tuple(map(tuple, paths)))
 
 
 def _but_one(seconds: Sequence[float]) -> float:

@@ -73,8 +73,8 @@ UNKNOWN = -2
 FEWEST_TRANSFERS, MOST_TRANSFERS = 2**12, 2**17
 """How many messages and exchanges are kept at first and at most; then all are forgotten."""
 
-LINKS_EACH = 12
-"""For how many links of each of them there is room, on average."""
+LINKS_EACH, LINES_EACH = 12, 4
+"""For how many links, and lines, of each of them there is room, on average."""
 
 MOST_ALONES = 256
 """Of so many looks the plans that were asked about are kept; then all are forgotten."""
@@ -437,6 +437,8 @@ class _Transfers:
             np.zeros(rows + 1, np.int64),
             np.empty(rows * LINKS_EACH, np.int64),
             np.empty(rows * LINKS_EACH),
+            np.zeros(rows + 1, np.int64),
+            np.empty((rows * LINES_EACH, 2)),
             np.zeros(1, np.int64),
         )
 

@@ -20,6 +20,8 @@ from sim.spec.reading import InputError, nearest
 if TYPE_CHECKING:
     import networkx
 
+    from sim.cost.collectives import Option
+
 
 @dataclass(frozen=True)
 class Link:
@@ -75,9 +77,8 @@ class Network:
                 raise InputError(f"cluster {cluster.name!r}: links: there is no link {name!r}{nearest(name, known)}")
         self.unit_transfers: dict[Hashable, Transfer] = {}
         """Transfers of one byte that grow in proportion, kept for the next use of the same devices."""
-        self.options: dict[Hashable, tuple[tuple[float, Transfer], ...]] = {}
-        """The ways of doing a collective, kept for its next use (`sim.cost.collectives`): of one byte, with its seconds alone on
-        its links without the latency."""
+        self.options: dict[Hashable, tuple[Option, ...]] = {}
+        """The ways of doing a collective, kept for its next use."""
         self._matrix: Mapping[tuple[str, str], float] = {}
         if (matrix := cluster.bandwidth_matrix) is not None:
             self._matrix = {
@@ -257,6 +258,10 @@ class Network:
         links = self.links
         return max((num_bytes / links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads), default=0.0)
 
+    def seconds_by_link(self, transfer: Transfer) -> dict[int, float]:
+        """Seconds that the bytes of a transfer take on each of its links."""
+        return {link: num_bytes / self.links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads}
+
     def node_number(self, name: str) -> int:
         """The place of a node in the cluster file."""
         return self._node_numbers[name]
@@ -296,11 +301,11 @@ def at_once(transfers: Sequence[Transfer]) -> Transfer:
     return replace(joined, latency_s=max((transfer.latency_s for transfer in transfers), default=0.0))
 
 
-def scaled(transfer: Transfer, num_bytes: float, count: int = 1) -> Transfer:
-    """A transfer of one byte made one of `num_bytes`, `count` times one after the other."""
+def scaled(transfer: Transfer, num_bytes: float, count: int = 1, latency_s: float | None = None) -> Transfer:
+    """A transfer of one byte made one of `num_bytes`, `count` times one after the other, its latency as it was or as given."""
     factor = num_bytes * count
     loads = tuple((link, load * factor) for link, load in transfer.loads)
-    return Transfer(loads, transfer.latency_s * count, transfer.num_bytes * factor)
+    return Transfer(loads, (transfer.latency_s if latency_s is None else latency_s) * count, transfer.num_bytes * factor)
 
 
 def _protocol(a: Nic, b: Nic) -> str:

@@ -59,6 +59,10 @@ class Transfers(NamedTuple):
     link: Ints
     share: Floats
     """Of the link's capacity, where nothing else is on the links; see `LEAST_SHARE`."""
+    first_line: Ints
+    """Of each row: its first entry in `line`; the next row's is its end. Only what gloo does has such."""
+    line: Floats
+    """[k]: seconds that an exchange takes at least, and for each byte, its start apart: it takes what the highest line says."""
     used: Ints
     """How many rows there are."""
 
@@ -179,15 +183,8 @@ def _move(
 
 
 @compiled
-def _ring(
-    world: World, load: Floats, touched: Ints, count: int, devices: Ints, order: Ints, n: int, num_bytes: float
-) -> tuple[int, float, float]:
-    """Puts a ring in which each byte goes round once on its links, as `sim.cost.collectives`.
-
-    Links touched, latencies of its paths and of its steps. The first n devices are sorted here, and then stand node by node;
-    `order` is room for as many.
-    """
-    node_of, nic_of, _, paths, first, link, weight, latency, step, _, asked = world
+def _rings(node_of: Ints, nic_of: Ints, devices: Ints, n: int) -> int:
+    """How many rings share the bytes of the first n devices, which are sorted here: they then stand node by node."""
     for i in range(1, n):
         moved, j = devices[i], i
         while j > 0 and devices[j - 1] > moved:
@@ -204,20 +201,78 @@ def _ring(
         for j in range(begin, i):
             new = new and nic_of[devices[j]] != nic_of[devices[i]]
         nics += new
-    rings = 1 if nodes == 1 else min(rings, nics)
+    return 1 if nodes == 1 else min(rings, nics)
+
+
+@compiled
+def _turn(node_of: Ints, devices: Ints, order: Ints, n: int, ring: int, rings: int) -> None:
+    """Fills in the order in which one of so many rings goes over the first n devices."""
+    begin = 0
+    while begin < n:
+        end = begin + 1
+        while end < n and node_of[devices[end]] == node_of[devices[begin]]:
+            end += 1
+        held = end - begin
+        at = ring * held // rings
+        for i in range(held):
+            order[begin + i] = devices[begin + (at + i) % held]
+        begin = end
+
+
+@compiled
+def _laps(world: World, load: Floats, order: Ints, n: int, lines: Floats, kept: int) -> tuple[Floats, int]:
+    """Adds the lines of a ring that goes round once, whose bytes are on their links, as `sim.cost.collectives`.
+
+    The lines, in a larger table where they were too many, and how many they are.
+    """
+    latencies_s, steps_s = np.empty(n), np.zeros(n)
+    for i in range(n):
+        path = world.path[order[i], order[i + 1 if i + 1 < n else 0]]
+        latencies_s[i] = world.latency_s[path] + world.step_s[path]
+        for k in range(world.first[path], world.first[path + 1]):
+            here = world.link[k]
+            steps_s[i] = max(steps_s[i], load[here] / world.capacity[here] / (n - 1))
+    for i in range(n):
+        latency_s = passed_s = slowest_s = 0.0
+        for length in range(1, n):
+            hop = (i + length - 1) % n
+            latency_s, passed_s = latency_s + latencies_s[hop], passed_s + steps_s[hop]
+            slowest_s = max(slowest_s, steps_s[hop])
+            byte_s = passed_s + (n - 1 - length) * slowest_s
+            below = False
+            for k in range(kept):
+                below = below or (latency_s <= lines[k, 0] * ALIKE and byte_s <= lines[k, 1] * ALIKE)
+            if below:
+                continue
+            others, kept = kept, 0
+            for k in range(others):
+                if lines[k, 0] > latency_s * ALIKE or lines[k, 1] > byte_s * ALIKE:
+                    lines[kept, 0], lines[kept, 1] = lines[k, 0], lines[k, 1]
+                    kept += 1
+            if kept == len(lines):
+                larger = np.empty((2 * kept, 2))
+                larger[:kept] = lines
+                lines = larger
+            lines[kept, 0], lines[kept, 1] = latency_s, byte_s
+            kept += 1
+    return lines, kept
+
+
+@compiled
+def _ring(
+    world: World, load: Floats, touched: Ints, count: int, devices: Ints, order: Ints, n: int, num_bytes: float
+) -> tuple[int, float, float]:
+    """Puts a ring in which each byte goes round once on its links, as `sim.cost.collectives`.
+
+    Links touched, latencies of its paths and of its steps. The first n devices are sorted here, and then stand node by node;
+    `order` is room for as many.
+    """
+    node_of, nic_of, _, paths, first, link, weight, latency, step, _, asked = world
+    rings = _rings(node_of, nic_of, devices, n)
     each = num_bytes * (n - 1) / n / rings
     worst_latency_s, worst_step_s = 0.0, 0.0
     for r in range(rings):
-        begin = 0
-        while begin < n:
-            end = begin + 1
-            while end < n and node_of[devices[end]] == node_of[devices[begin]]:
-                end += 1
-            held = end - begin
-            at = r * held // rings if nodes > 1 else 0
-            for i in range(held):
-                order[begin + i] = devices[begin + (at + i) % held]
-            begin = end
+        _turn(node_of, devices, order, n, r, rings)
         latency_s, step_s, least_latency_s, least_step_s = 0.0, 0.0, np.inf, np.inf
         for i in range(n):
             a, b = order[i], order[i + 1 if i + 1 < n else 0]
@@ -283,15 +338,28 @@ def _message(
 
 
 @compiled
+def _slice(group_first: Ints, device: Ints, groups: Ints, members: Ints, n: int, at: int, of: int) -> int:
+    """Fills in who of n groups holds a slice of their common refinement, which begins `at` of so many parts; where it ends."""
+    stop = of
+    for i in range(n):
+        begin = group_first[groups[i]]
+        degree = group_first[groups[i] + 1] - begin
+        members[i] = device[begin + at * degree // of]
+        piece = of // degree
+        stop = min(stop, (at // piece + 1) * piece)
+    return stop
+
+
+@compiled
 def _across(
     world: World, group_first: Ints, device: Ints, load: Floats, touched: Ints, groups: Ints, members: Ints, order: Ints, n: int
-) -> tuple[int, float, float]:
+) -> tuple[int, float, float, Floats]:
     """Puts one byte, scattered or gathered over groups of any degrees, on its links; as `sim.cost.collectives.across_lanes`.
 
-    Links touched; latency in the protocol of low latency, infinite where a device lacks it, and in that of full bandwidth.
-    `members` and `order` are room for as many devices as groups.
+    Links touched; latency in the protocol of low latency, infinite where a device lacks it, and in that of full bandwidth; where
+    a device lacks the former, lines that say what it takes. `members` and `order` are room for as many devices as groups.
     """
-    of, flags = 1, True
+    of, flags, before = 1, True, world.asked[0]
     for i in range(n):
         begin, end = group_first[groups[i]], group_first[groups[i] + 1]
         of = of * (end - begin) // math.gcd(of, end - begin)
@@ -299,17 +367,20 @@ def _across(
             flags = flags and world.flags[device[k]]
     count, low_s, full_s, at = 0, 0.0, 0.0, 0
     while at < of:
-        stop = of
-        for i in range(n):
-            begin = group_first[groups[i]]
-            degree = group_first[groups[i] + 1] - begin
-            members[i] = device[begin + at * degree // of]
-            piece = of // degree
-            stop = min(stop, (at // piece + 1) * piece)
+        stop = _slice(group_first, device, groups, members, n, at, of)
         count, latency_s, step_s = _ring(world, load, touched, count, members, order, n, (stop - at) / of)
         low_s, full_s = max(low_s, latency_s), max(full_s, latency_s + step_s)
         at = stop
-    return count, low_s if flags else np.inf, full_s
+    lines, kept, at = np.empty((n, 2)), 0, 0
+    if flags or world.asked[0] > before:
+        return count, low_s, full_s, lines[:0]
+    while at < of:
+        at = _slice(group_first, device, groups, members, n, at, of)
+        rings = _rings(world.node, world.nic, members, n)
+        for r in range(rings):
+            _turn(world.node, members, order, n, r, rings)
+            lines, kept = _laps(world, load, order, n, lines, kept)
+    return count, np.inf, full_s, lines[:kept]
 
 
 @compiled
@@ -348,17 +419,18 @@ def _keep(
     count: int,
     low_s: float,
     full_s: float,
+    lines: Floats,
     missing: bool,
 ) -> int:
     """Takes a transfer of one byte off its links, and notes it with what it uses of them.
 
     Its row; -1 where there is no room or something is `missing`, and then nothing is noted.
     """
-    place, key, seconds, first, link, share, used = transfers
+    place, key, seconds, first, link, share, first_line, line, used = transfers
     row, byte_s = int(used[0]), 0.0
     for i in range(count):
         byte_s = max(byte_s, load[touched[i]] / capacity[touched[i]])
-    noted = not missing and row < len(key) and first[row] + count <= len(link)
+    noted = not missing and row < len(key) and first[row] + count <= len(link) and first_line[row] + len(lines) <= len(line)
     end = first[row] if noted else 0
     for i in range(count):
         here = touched[i]
@@ -371,6 +443,9 @@ def _keep(
         return -1
     place[at], key[row, 0], key[row, 1] = row, one, other
     seconds[row, 0], seconds[row, 1], seconds[row, 2] = byte_s, low_s, full_s
+    begin = first_line[row]
+    first_line[row + 1] = begin + len(lines)
+    line[begin : begin + len(lines)] = lines
     first[row + 1], used[0] = end, row + 1
     return row
 
@@ -831,7 +906,7 @@ def _messages(
     widest, full = 1, False
     for lane in range(len(lanes)):
         widest = max(widest, group_first[lanes[lane, GROUP] + 1] - group_first[lanes[lane, GROUP]])
-    room = np.empty(3 * widest, np.int64)
+    room, no_lines = np.empty(3 * widest, np.int64), np.empty((0, 2))
     begin, edges = 0, 0
     for p in range(len(pipelines)):
         for a in range(begin, pipelines[p, 0]):
@@ -859,7 +934,7 @@ def _messages(
                             sizes.sequence_parallel,
                         )
                         missing = asked[0] > before
-                        row = _keep(transfers, at, one, named, capacity, load, touched, count, late_s, late_s, missing)
+                        row = _keep(transfers, at, one, named, capacity, load, touched, count, late_s, late_s, no_lines, missing)
                         full = full or (row < 0 and not missing)
                     row_of[2 * edges + way] = row
                     if row >= 0:
@@ -932,9 +1007,9 @@ def _exchanges(
         at = _place_of(place, key, one, other)
         if place[at] < 0:
             before = asked[0]
-            used, low_s, full_s = _across(world, group_first, device, load, touched, groups, member, order, held)
+            used, low_s, full_s, lines = _across(world, group_first, device, load, touched, groups, member, order, held)
             missing = asked[0] > before
-            row_of[s] = _keep(transfers, at, one, other, world.capacity, load, touched, used, low_s, full_s, missing)
+            row_of[s] = _keep(transfers, at, one, other, world.capacity, load, touched, used, low_s, full_s, lines, missing)
             full = full or (row_of[s] < 0 and not missing)
         else:
             row_of[s] = place[at]
@@ -968,6 +1043,7 @@ def evaluate(
     # Taken out of their tuples once: a tuple that is passed on has all its arrays counted anew.
     look, part_first, part_s, asked = tables.look, tables.part_first, tables.part_s, world.asked
     row_seconds, row_first, row_link, row_share = transfers.seconds, transfers.first, transfers.link, transfers.share
+    first_line, line = transfers.first_line, transfers.line
     start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
     load, touched = np.zeros(links), np.empty(links, np.int64)
 
@@ -1104,6 +1180,10 @@ def evaluate(
             for bucket in range(buckets):
                 size = min(each, stop - start - (bucket if turn == 0 else buckets - 1 - bucket) * each)
                 byte_s, low_s, full_s = row_seconds[row, 0], row_seconds[row, 1], row_seconds[row, 2]
+                if first_line[row] < first_line[row + 1]:
+                    full_s = 0.0
+                    for k in range(first_line[row], first_line[row + 1]):
+                        full_s = max(full_s, line[k, 0] - size * unit_bytes * (byte_s - line[k, 1]))
                 on_wire_s, late_s = _exchange_s(start_s, collective_scale, size * unit_bytes, byte_s, low_s, full_s)
                 begins, joined = 0.0, 0.0
                 for i in range(held_by[s]):

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from sim.cost.collectives import _two_trees, across_lanes, between_lanes, collective, ring, ring_exchange, slices
 from sim.cost.network import NOTHING, Network, Transfer
-from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, Nic, Node, links
+from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, LinkOverride, Nic, Node, links
 from sim.spec.gpu import gpu_kind
 
 LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
@@ -279,7 +281,52 @@ def test_among_cpus_there_are_rings_alone() -> None:
     found = machines(2, 4, "CPU", "nvlink")
     names = all_devices(found)
     for num_bytes in (1.0, 1e10):
-        assert collective(found, "all_reduce", names, num_bytes) == ring(found, "all_reduce", names, num_bytes)
+        around, taken = ring(found, "all_reduce", names, num_bytes), collective(found, "all_reduce", names, num_bytes)
+        assert taken == replace(around, latency_s=taken.latency_s)
+
+
+def turned_s(kind: str, latencies_s: Sequence[float], steps_s: Sequence[float]) -> float:
+    """Seconds of a ring, step by step: who has received a part, and sent the one before, sends it on."""
+    n = len(steps_s)
+    received_s, sent_s = [0.0] * n, [0.0] * n
+    for _ in range((2 if kind == "all_reduce" else 1) * (n - 1)):
+        sent_s = [max(received_s[i], sent_s[i]) + steps_s[i] for i in range(n)]
+        received_s = [sent_s[i - 1] + latencies_s[i - 1] for i in range(n)]
+    return max(received_s)
+
+
+@given(
+    st.sampled_from(("all_reduce", "all_gather", "reduce_scatter")),
+    st.lists(st.tuples(st.sampled_from((0.0, 1e-4, 5e-3)) | st.floats(0, 0.1), st.floats(1e6, 1e8)), min_size=2, max_size=8),
+    st.floats(1, 1e8),
+)
+def test_gloos_ring_takes_what_its_steps_take_one_by_one(kind: str, hops: list[tuple[float, float]], num_bytes: float) -> None:
+    nodes = tuple(Node(f"n{i}", gpu_kind("CPU"), 1, NVLINK, Nic("ethernet", 1e12)) for i in range(len(hops)))
+    slow = tuple(LinkOverride(f"n{i}/nic0>fabric", rate, latency_s) for i, (latency_s, rate) in enumerate(hops))
+    found = Network(Cluster("c", nodes, Fabric(1e-4, start_s=0.01, step_s=1e-5), link_overrides=slow))
+    steps_s = [num_bytes / len(hops) / rate for _, rate in hops]
+    expected_s = 0.01 + turned_s(kind, [1.1e-4 + latency_s for latency_s, _ in hops], steps_s)
+    assert seconds(found, kind, all_devices(found), num_bytes) == pytest.approx(expected_s, rel=1e-8)
+
+
+def test_two_rings_of_gloo_share_their_links_and_the_slower_counts() -> None:
+    # Two lanes of two: a ring between the first devices, and one between the second ones, over the same cards.
+    nodes = tuple(Node(name, gpu_kind("CPU"), 2, NVLINK, Nic("ethernet", 1e6)) for name in "ab")
+    found = Network(Cluster("c", nodes, Fabric(0.5, protocol_efficiency=LOSSLESS)))
+    transfer = across_lanes(found, "all_gather", [devices("a", 2), devices("b", 2)], 4e6)
+    assert found.busiest_s(transfer) == pytest.approx(2.0)
+    assert found.alone_s(transfer) == pytest.approx(2.5)
+
+
+def test_the_latencies_of_quick_hops_hide_behind_the_bytes_of_a_slow_one() -> None:
+    # Three steps of a ring of four. By hand: of 4 MB, 1 s over a's card and 1 ms over the others, with latencies of 0.1 s.
+    nodes = tuple(Node(name, gpu_kind("CPU"), 1, NVLINK, Nic("ethernet", 1e9)) for name in "abcd")
+    slow = (LinkOverride("a/nic0>fabric", 1e6, None),)
+    found = Network(Cluster("c", nodes, Fabric(0.1, protocol_efficiency=LOSSLESS), link_overrides=slow))
+    names = all_devices(found)
+    assert seconds(found, "all_gather", names, 4e6) == pytest.approx(3 * 1.0 + 0.1)
+    # Of 80 kB 20 ms, less than a latency: each step waits for it.
+    assert seconds(found, "all_gather", names, 8e4) == pytest.approx(3 * 0.1 + 0.02 + 2 * 2e-5)
 
 
 def test_an_all_to_all_sends_every_other_device_its_part_at_once() -> None:
