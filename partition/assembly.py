@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -33,40 +34,50 @@ link pay for it. How much lighter depends on what layers, as whole numbers, allo
 """
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Layers of each stage of a pipeline, how many of them it recomputes, and its pace."""
+
+    counts: tuple[int, ...]
+    full: tuple[int, ...]
+    pace: Pace
+
+
 class Assembly:
-    """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft.
+    """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft."""
 
-    With `copies` the cluster is one of so many equal parts, on each of which the draft is to stand: ZeRO divides over all.
-    """
-
-    def __init__(self, cluster: Cluster, job: Job, pricing: Pricing, copies: int = 1) -> None:
-        self._cluster, self._job, self._pricing, self._copies = cluster, job, pricing, copies
+    def __init__(self, cluster: Cluster, job: Job, pricing: Pricing) -> None:
+        self._cluster, self._job, self._pricing = cluster, job, pricing
         self._room = Room(cluster, job)
         self._stages: dict[object, dict[int, tuple[float, int]]] = {}
-        self._cuts: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+        self._cuts: dict[object, _Cut | None] = {}
         self._built: dict[object, tuple[Stage, ...]] = {}
 
     def draft(self, pipelines: Sequence[Groups], micro_batch: int, settings: Settings) -> Draft | None:
         """The draft with these stages, or None where layers do not fit or micro-batches do not sum to the batch."""
         if micro_batch * len(pipelines) > self._job.global_batch or self._job.global_batch % micro_batch:
             return None
+        number = len(pipelines)
         signs = [self._sign(groups, micro_batch, settings) for groups in pipelines]
-        twins = [signs.count(sign) for sign in signs]
-        cuts: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        paces: dict[object, Pace] = {}
-        built = []
-        for groups, sign, count in zip(pipelines, signs, twins, strict=True):
+        twins: dict[object, int] = {}
+        for sign in signs:
+            twins[sign] = twins.get(sign, 0) + 1
+        cuts: dict[object, _Cut] = {}
+        for groups, sign in zip(pipelines, signs, strict=True):
             if sign not in cuts:
-                cut = self._cut(groups, sign, len(pipelines), count, micro_batch, settings)
+                # Pipelines on nodes that differ in their names alone, with as many twins, have one cut.
+                key = self._pricing.alike(groups), tuple([held[1:] for held in sign]), number, twins[sign], micro_batch, settings
+                if key not in self._cuts:
+                    self._cuts[key] = self._find_cut(groups, number, twins[sign], micro_batch, settings)
+                cut = self._cuts[key]
                 if cut is None:
                     return None
                 cuts[sign] = cut
-            stages = self._stages_of(groups, *cuts[sign], micro_batch)
-            built.append(stages)
-            if sign not in paces:
-                fill_s, period_s = self._pricing.course(Pipeline(micro_batch, 1, stages), settings).ends(count)
-                paces[sign] = Pace(micro_batch, fill_s, period_s)
-        counts = split_batch(self._job.global_batch, [paces[sign] for sign in signs])
+        built = [
+            self._stages_of(groups, cuts[sign].counts, cuts[sign].full, micro_batch)
+            for groups, sign in zip(pipelines, signs, strict=True)
+        ]
+        counts = split_batch(self._job.global_batch, [cuts[sign].pace for sign in signs])
         if counts is None:
             return None
         draft = tuple(Pipeline(micro_batch, n, stages) for stages, n in zip(built, counts, strict=True))
@@ -88,26 +99,18 @@ class Assembly:
         """Micro-batches of each of so many pipelines, if all took as many."""
         return max(1, -(-self._job.global_batch // (micro_batch * pipelines)))
 
-    def _sign(self, groups: Groups, micro_batch: int, settings: Settings) -> object:
+    def _sign(self, groups: Groups, micro_batch: int, settings: Settings) -> tuple[tuple[str, int, float], ...]:
         """What twins have in common: the nodes, degrees and speeds of their stages."""
-        device = self._cluster.device
+        device, stage_s = self._cluster.device, self._pricing.stage
         return tuple(
-            (device(devices[0]).node.name, len(devices), self._pricing.stage(devices, micro_batch, settings).layer_forward_s)
-            for devices in groups
+            [
+                (device(devices[0]).node.name, len(devices), stage_s(devices, micro_batch, settings).layer_forward_s)
+                for devices in groups
+            ]
         )
 
-    def _cut(
-        self, groups: Groups, sign: object, pipelines: int, twins: int, micro_batch: int, settings: Settings
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Layers of each stage, and how many of them it recomputes; the same for all twins."""
-        key = (sign, pipelines, twins, micro_batch, settings)
-        if key not in self._cuts:
-            self._cuts[key] = self._find_cut(groups, pipelines, twins, micro_batch, settings)
-        return self._cuts[key]
-
-    def _find_cut(
-        self, groups: Groups, pipelines: int, twins: int, micro_batch: int, settings: Settings
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _find_cut(self, groups: Groups, pipelines: int, twins: int, micro_batch: int, settings: Settings) -> _Cut | None:
+        """The cut of a pipeline that has so many twins, itself among them; None where its layers do not fit."""
         depth, layers = len(groups), self._job.model.layers
         if depth > layers:
             return None
@@ -115,7 +118,7 @@ class Assembly:
         tables = []
         for s, devices in enumerate(groups):
             flying = in_flight(settings.schedule, depth, s, number)
-            tables.append(self._table(devices, pipelines * self._copies, micro_batch, settings, flying, s == 0, s == depth - 1))
+            tables.append(self._table(devices, pipelines, micro_batch, settings, flying, s == 0, s == depth - 1))
         size = self._pricing.activation_bytes(micro_batch)
         waits = [0.0] * depth
         for s in range(depth - 1):
@@ -123,7 +126,7 @@ class Assembly:
                 seconds = self._pricing.message(a, b, settings).seconds(size, twins) / 2
                 waits[s] += seconds
                 waits[s + 1] += seconds
-        best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+        best: tuple[float, _Cut] | None = None
         tried: list[list[int]] = []
         for share in WAIT_SHARES if settings.schedule != "gpipe" and any(waits) else (0.0,):
 
@@ -141,9 +144,9 @@ class Assembly:
             course = self._pricing.course(Pipeline(micro_batch, number, stages), settings)
             seconds = course.end_s(twins)
             if best is None or seconds < best[0]:
-                best = (seconds, tuple(counts), full)
+                best = seconds, _Cut(tuple(counts), full, Pace(micro_batch, *course.ends(twins)))
         assert best is not None
-        return best[1], best[2]
+        return best[1]
 
     def _table(
         self,

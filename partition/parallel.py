@@ -65,6 +65,28 @@ def side_by_side(
         _work.pop()
 
 
+def beside(function: Callable[[], Answer], own: Callable[[], None], check: Callable[[], None]) -> Answer:
+    """What a function returns, found in a process of its own where that is possible, while this one does `own`.
+
+    `check` and answers are as of `side_by_side`.
+    """
+    if cores() <= 1:
+        own()
+        return function()
+    _work.append((lambda _: function(), [None]))
+    try:
+        with multiprocessing.get_context("fork").Pool(1, _leave_interrupts) as pool:
+            waiting = pool.apply_async(_answer, (0,))
+            own()
+            while not waiting.ready():
+                waiting.wait(POLL_S)
+                check()
+            found: Answer = waiting.get()
+            return found
+    finally:
+        _work.pop()
+
+
 def _leave_interrupts() -> None:
     """Leaves Ctrl-C to the parent, which ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

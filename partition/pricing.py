@@ -155,26 +155,12 @@ class _Sorts:
     """Of a device: its node, and which of the node's ways it has."""
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A cluster that is made of equal parts: its network, and for each part its devices by those of the first."""
-
-    network: Network
-    parts: tuple[Mapping[str, str], ...]
-
-
 class Pricing:
-    """Quick prices of the drafts of one job on one cluster. What it finds out of stages and links it keeps.
+    """Quick prices of the drafts of one job on one cluster. What it finds out of stages and links it keeps."""
 
-    With a `whole` the cluster is its first part, and a draft stands on all parts, which exchange their gradients.
-    """
-
-    def __init__(self, cluster: Cluster, job: Job, whole: Whole | None = None) -> None:
+    def __init__(self, cluster: Cluster, job: Job) -> None:
         self.cluster, self.job = cluster, job
         self.network = Network(cluster)
-        self._across = whole.network if whole is not None else self.network
-        """The network over which gradients are exchanged."""
-        self._parts = whole.parts if whole is not None else ()
         self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
         self._stages: dict[object, StageSeconds] = {}
         self._alike: dict[StageSeconds, StageSeconds] = {}
@@ -285,6 +271,21 @@ class Pricing:
         device = self.cluster.device
         return len({device(name).node.name for name in (*sender, *receiver)}) > 1
 
+    def alike(self, groups: Sequence[Devices]) -> object:
+        """What decides the messages between a pipeline's stages: the sorts of its nodes, which of them are one, and the ways out.
+
+        Where nodes or links have figures of their own it is the names of the devices.
+        """
+        sorts = self._sorts
+        if not sorts.nodes:
+            return tuple(groups)
+        met: dict[str, int] = {}
+        found = []
+        for devices in groups:
+            places = [sorts.devices[name] for name in devices]
+            found.append(tuple([(sorts.places[node][1], met.setdefault(node, len(met)), way) for node, way in places]))
+        return tuple(found)
+
     # --- Pipelines ---
 
     def course(self, pipeline: Pipeline, settings: Settings) -> Course:
@@ -360,7 +361,7 @@ class Pricing:
         """When gradients are reduced and parameters gathered, given the end of each pipeline's last backward."""
         model = self.job.model
         last = [len(pipeline.stages) - 1 for pipeline in draft]
-        if len(draft) == 1 and not self._parts and not (model.tied_embeddings and last[0]):
+        if len(draft) == 1 and not (model.tied_embeddings and last[0]):
             return done[0]
         ready = []
         for course, end_s in zip(courses, done, strict=True):
@@ -374,7 +375,7 @@ class Pricing:
         loads: dict[object, float] = {}
         first_s, reduced_s = math.inf, max(done)
         for parameters, members in self._shared(draft, last):
-            if (len(members) < 2 and not self._parts) or parameters == 0:
+            if len(members) < 2 or parameters == 0:
                 continue
             lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
             reduce_s, gather_s, transfer_loads = self._exchange(reduce, lanes, parameters)
@@ -408,19 +409,17 @@ class Pricing:
         key = (reduce, likened, parameters)
         found = self._exchanges.get(key)
         if found is None:
-            network = self._across
-            holders = tuple([tuple([part[name] for name in lane]) for part in self._parts for lane in likened]) or likened
-            transfer = across_lanes(network, reduce, holders, parameters * GRADIENT_BYTES)
+            network = self.network
+            transfer = across_lanes(network, reduce, likened, parameters * GRADIENT_BYTES)
             gather_s = 0.0
             if reduce == "reduce_scatter":
                 num_bytes = parameters * PRECISION_BYTES[self.job.precision]
-                gather_s = network.alone_s(across_lanes(network, "all_gather", holders, num_bytes))
+                gather_s = network.alone_s(across_lanes(network, "all_gather", likened, num_bytes))
             loads = []
             for number, carried in transfer.loads:
                 link = network.links[number]
                 ends = tuple([tuple(end.split("/")) for end in link.name.split(">")])
-                if not self._parts or any(end[0] in names for end in ends):  # the other parts' are as the first one's
-                    loads.append((ends, carried / link.capacity_bytes_per_s))
+                loads.append((ends, carried / link.capacity_bytes_per_s))
             found = self._exchanges[key] = network.alone_s(transfer), gather_s, tuple(loads)
         reduce_s, gather_s, held = found
         # A link's end is a device, or something of a node.
@@ -439,7 +438,7 @@ class Pricing:
             by_node.setdefault(node, []).append((tuple([sorts.devices[name][1] for name in lane]), lane))
             if any(sorts.devices[name][0] != node for name in lane):
                 return lanes, {}
-        if not sorts.nodes or (len(by_node) == 1 and not self._parts):
+        if not sorts.nodes or len(by_node) == 1:
             return lanes, {}
         placed = [(*sorts.places[node], sorted(held), node) for node, held in by_node.items()]
         placed.sort(key=lambda entry: entry[0] if ordered else (entry[1], [ways for ways, _ in entry[2]]))

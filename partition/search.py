@@ -119,6 +119,11 @@ class Search:
                 self._note(plan, verdict)
         return [self.consider(plan) for plan in plans]
 
+    def take(self, plan: Plan, verdict: Verdict) -> None:
+        """Takes a verdict down that a process beside this one has of the judge."""
+        if plan not in self._verdicts:
+            self._note(plan, verdict)
+
     def _note(self, plan: Plan, verdict: Verdict) -> Verdict:
         """Takes a verdict down, and the plan as the best one if it is better."""
         if len(self._verdicts) >= MOST_VERDICTS:

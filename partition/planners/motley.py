@@ -1,23 +1,23 @@
-"""Motley's own planner: annealing over whole layouts under the fast judge, the simulation judging the finalists.
+"""Motley's own planner: descents and annealing over whole layouts under the fast judge, the simulation judging the finalists.
 
 A layout says which groups of GPUs are the stages of which pipeline, in which order. From it follow, by exact rules, the cut of
 the layers under memory limits, what each stage recomputes (`partition.assembly`), and the split of the batch over pipelines
 by their speed. So the search is over layouts alone:
 
-    0  A large cluster of equal nodes begins with its equal parts, of several sizes: what is found for one stands on all parts of
-       its size, which exchange their gradients.
-    1  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
+    1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents from a start for each number
+       of pipelines, and then from changes of the best, take single changes of the rows' order and degrees while they help. Where
+       they end is judged.
+    2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
-    2  Annealing from the best of them, again and again, ever longer: groups split, join, move, swap, turn, leave and come back;
-       pipelines join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric
-       on the way to a better one.
-    3  The best of different shapes are ranked by their estimates, and tuned by them: layers move from stage to stage,
-       micro-batches from pipeline to pipeline.
-    4  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
+    3  Annealing from the best of all these, ever longer: groups split, join, move, swap, turn, leave and come back; pipelines
+       join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
+       to a better one.
+    4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
+    5  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
 
-Annealing goes by the price of a draft (`partition.pricing`), a few closed forms. Estimates (`sim.cost.estimates`) are closer to
-the simulation; until they are compiled, once on a machine, prices take their place. Leaving slow GPUs out is a legal answer.
+All this goes by estimates (`sim.cost.estimates`); until they are compiled, once on a machine, prices take their place
+(`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal answer.
 Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
 """
 
@@ -26,30 +26,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice, product
-from math import gcd
+from dataclasses import replace
+from itertools import islice, product, zip_longest
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from partition.assembly import Assembly, Groups
-from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, stage, usable_nodes
+from partition.assembly import Assembly
+from partition.deals import MICRO_BATCHES, SCHEDULES, Deal, Deals, Layout, shared_out
+from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, simulation_work, stage, usable_nodes
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
-from partition.parallel import cores, side_by_side
+from partition.parallel import beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
-from partition.pricing import Pricing, Whole
+from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
+from sim.spec.judge import Cost, Forecast, Verdict
 from sim.spec.plan import Pipeline, Plan, Stage
-
-MICRO_BATCHES = (1, 2, 4, 8)
 
 STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 256_000, 200
 """Steps of a walk: so many for each GPU of a small cluster, so many divided by the GPUs of a large one, whose steps take longer.
@@ -64,18 +62,23 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-STARTED, PARTITIONED, RESETTLED, WALKED, TUNED, JUDGED = 0.12, 0.2, 0.25, 0.6, 0.8, 0.92
-"""The shares of the budget after which starts, the graph partition, other settings, annealing, tuning and the judging of
+PARTITIONED, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.15, 0.45, 0.48, 0.5, 0.7, 0.82, 0.92
+"""The shares of the budget after which the graph partition, deals, starts, other settings, annealing, tuning and the judging of
 finalists end; the rest is for changes of the best."""
 
-PART_GPUS, FEWEST_PART_GPUS = 128, 32
-"""A cluster of more than three times the fewest GPUs is searched first by its equal parts, of at least and at most so many."""
+FIRST_DEALS, MORE_DEALS, PATIENCE, DEALERS = 8, 40, 8, 2
+"""Descents begin from so many deals of different numbers of pipelines, and in each of so many processes from so many changes of
+the best; it gives up where so many one after the other find nothing better."""
 
-PARTS_BEGUN, PARTS_WALKED, COPIED = 0.25, 0.62, 0.67
-"""The shares of the budget after which starts on such parts, walks on them, and the pricing of the whole end."""
+KICKED_RANKS = (0, 0, 1, 2)
+"""The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn."""
 
-FIRST_STARTS, FIRST = 20, 0.04
-"""So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged."""
+WORTH = 1.1
+"""A descent whose end is by its score at most so many times the best one's is judged."""
+
+FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
+"""So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
+simulation takes no more work than this where there is such a one."""
 
 MOST_ESTIMATED = 48
 """So many of the best layouts of different shapes are ranked by their estimates."""
@@ -92,21 +95,11 @@ TUNINGS, POLISHED = 60, 200
 TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
 
-SCHEDULES = ("1f1b", "eager-1f1b")
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The stages' tensor-parallel groups of all pipelines, in stage order, and what holds for all of them."""
-
-    pipelines: tuple[Groups, ...]
-    micro_batch: int
-    settings: Settings
-
-
-Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[float, Draft, Settings]]]
-"""Layouts with their prices and drafts, and drafts with their prices and settings."""
+Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]]]
+"""Layouts with their scores and drafts, and drafts with their settings."""
 
 Thing = TypeVar("Thing")
 
@@ -129,12 +122,11 @@ def motley(search: Search) -> None:
 class _Hunt:
     """One search: what is known of layouts, and the best of each shape."""
 
-    def __init__(self, search: Search, nodes: Sequence[Node], whole: Whole | None = None) -> None:
+    def __init__(self, search: Search, nodes: Sequence[Node]) -> None:
         self.search, self.job, self.rng = search, search.job, search.rng
         self.nodes = {node.name: node for node in nodes}
-        self.whole = whole
-        self.pricing = Pricing(search.cluster, search.job, whole)
-        self.assembly = Assembly(search.cluster, search.job, self.pricing, 1 if whole is None else len(whole.parts))
+        self.pricing = Pricing(search.cluster, search.job)
+        self.assembly = Assembly(search.cluster, search.job, self.pricing)
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.room = Room(search.cluster, search.job)
         self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
@@ -142,10 +134,16 @@ class _Hunt:
         kinds = {name: search.cluster.device(name).gpu for name in self.graph.devices}
         self.speed = {name: (kind.peak(self.job.precision) or 0.0) * kind.speed for name, kind in kinds.items()}
         self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
-        self.partitioned: list[tuple[float, Draft, Settings]] = []
-        """The best drafts of the graph partition, with their prices."""
-        self.preparation: Preparation | None = None
+        self.partitioned: list[tuple[Draft, Settings]] = []
+        """The best drafts of the graph partition."""
+        self.preparation = Preparation(search.cluster, search.job)
+        self.estimates: Estimates | None = None
         self.known: dict[Layout, float] = {}
+        self.deals = Deals(self.graph, self.job, nodes, self.memory, search.seed)
+        self.dealt: dict[Deal, float] = {}
+        self.firsts: list[Deal] = []
+        self.ends: list[tuple[float, Deal]] = []
+        """The best deals by the judge, one for each number of pipelines."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
@@ -154,47 +152,46 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        self.preparation = Preparation(self.search.cluster, self.job)
         # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
         starts = self.starts()
         for n, start in enumerate(starts):
             self.score_s(start)
             if n >= FIRST_STARTS and self.late(FIRST):
                 break
-        self.judge_best()
-        parted = self._parted()
-        if parted:
-            for start in starts:
-                if self.late(STARTED):
-                    break
-                self.score_s(start)
-            for layout in self._copied(parted):
-                self.score_s(layout)
-                if self.late(COPIED) and self.found:
-                    break
-        if not parted or not self.found:
-            self.begin()
-            self.judge_best()
-            self.resettle()
-            self.explore()
+        self.judge_soon()
+        self.load()
+        self.begin()
+        self.start()
+        self.resettle()
+        self.explore()
         self.finish()
 
-    def begin(self) -> None:
-        """Prices the starts, and what the graph partition finds, side by side where there are cores for both."""
-        share = PARTITIONED if cores() > 1 else STARTED
-        works: tuple[Callable[[], Begun], ...] = (partial(self.start, share), self.partition_graph)
-        for found, partitioned in side_by_side(_done, works, self.search.check_budget):
-            self.partitioned += partitioned
-            for entry in found:
-                self._keep(*entry)
+    def load(self, wait_s: float = 0.0) -> None:
+        """Takes estimates for prices from now on, where they are there within some seconds; the best have theirs at once."""
+        if self.estimates is not None:
+            return
+        self.estimates = self.preparation.estimates(wait_s)
+        if self.estimates is not None:
+            priced = self.ranked()[:MOST_ESTIMATED]
+            for known in (self.known, self.dealt, self.found):
+                known.clear()
+            for _, layout, _ in priced:
+                self.score_s(layout)
 
-    def start(self, share: float) -> Begun:
-        """Prices the starts until this share of the budget is spent; the best of each shape, and no other drafts."""
+    def begin(self) -> None:
+        """Takes what the graph partition finds, and descends among deals."""
+        found, self.partitioned = beside(self.partition_graph, self.begin_deals, self.search.check_budget)
+        for entry in found:
+            self._keep(*entry)
+        self.judge_best()
+        self.deal()
+
+    def start(self) -> None:
+        """Prices the starts until their share of the budget is spent."""
         for start in self.starts():
             self.score_s(start)
-            if self.late(share) and self.found:
+            if self.late(STARTED) and self.found:
                 break
-        return self.ranked(), []
 
     def partition_graph(self) -> Begun:
         """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""
@@ -211,8 +208,103 @@ class _Hunt:
         climb.search = self.search
         for candidate in sorted(climb.priced, key=lambda candidate: climb.priced[candidate][0])[:MOST_MET]:
             self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
-        best = islice(climb.ranked() if climb.priced else (), FINALISTS // 2)
-        return self.ranked(), [(self.pricing.price_s(draft, settings), draft, settings) for draft, settings in best]
+        return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
+
+    def begin_deals(self) -> None:
+        """Finds the best start among deals for each number of pipelines."""
+        firsts = []
+        for number in self._twins(len(self.graph.devices)):
+            scored = [(self.deal_s(start), start) for start in self.deals.starts(number) if not self.late(DEALT)]
+            firsts += sorted(scored, key=lambda entry: entry[0])[:1]
+        self.firsts = [start for seconds, start in sorted(firsts, key=lambda entry: entry[0]) if seconds < math.inf]
+
+    def deal(self) -> None:
+        """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
+        turns = -(-DEALERS // cores())
+        tasks = [(self.firsts[n:FIRST_DEALS:DEALERS], [self.search.seed, n], self._left_s(DEALT) / turns) for n in range(DEALERS)]
+        tasks = [task for task in tasks if task[0]]
+        # Only what forecasts may be asked by several processes at once.
+        alone = not isinstance(self.search.judge, Forecast)
+        found = map(self.descend, tasks) if alone else side_by_side(self.descend, tasks, self.search.check_budget)
+        for judged in found:
+            for plan, verdict, deal in judged:
+                self.search.take(plan, verdict)
+                if isinstance(verdict, Cost):
+                    self._end(verdict.iteration_s, deal)
+
+    def descend(self, task: tuple[Sequence[Deal], list[int], float]) -> list[tuple[Plan, Verdict, Deal]]:
+        """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
+
+        Estimates err where transfers meet, and a descent finds where they do. So every second process has the judge confirm each
+        change, once it has descended from its own deals; the first time from the best as it is.
+        """
+        firsts, seed, most_s = task
+        until_s = self.search.elapsed_s + most_s
+        rng = np.random.default_rng(seed)
+        found: list[tuple[Plan, Verdict, Deal]] = []
+        least_s = math.inf
+
+        def late() -> bool:
+            return self.search.elapsed_s > until_s
+
+        def judged_s(deal: Deal) -> float:
+            draft, settings = self._drafted(deal)
+            plan = make_plan(self.search.cluster, self.job, draft, settings)
+            verdict = self.search.consider(plan)
+            found.append((plan, verdict, deal))
+            if not isinstance(verdict, Cost):
+                return math.inf
+            self._end(verdict.iteration_s, deal)
+            return verdict.iteration_s
+
+        with suppress(BudgetSpent):  # what it has found counts
+            for deal in firsts:
+                seconds, end = self.deals.descended(deal, self.deal_s, rng, late)
+                if seconds < WORTH * least_s and not late():
+                    least_s = min(least_s, seconds)
+                    judged_s(end)
+            confirmed = seed[-1] % 2 == 1
+            best_s, since = math.inf, 0
+            for number in range(MORE_DEALS if self.ends else 0):
+                since = 0 if self.ends[0][0] < best_s else since + 1
+                best_s = self.ends[0][0]
+                if late() or since > PATIENCE:
+                    break
+                begin = self.ends[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(self.ends) - 1)][1]
+                if number or not confirmed:
+                    begin = self.deals.kicked(begin, self.deal_s, rng)
+                seconds, end = self.deals.descended(begin, self.deal_s, rng, late, judged_s if confirmed else None)
+                if seconds < WORTH * least_s and not late() and not confirmed:
+                    least_s = min(least_s, seconds)
+                    judged_s(end)
+        return found
+
+    def _end(self, judged_s: float, deal: Deal) -> None:
+        """Takes down where a descent ended, if no deal of as many pipelines is better."""
+        best = {known.pipelines: (seconds, known) for seconds, known in self.ends}
+        if judged_s < best.get(deal.pipelines, (math.inf,))[0]:
+            best[deal.pipelines] = judged_s, deal
+            self.ends = sorted(best.values(), key=lambda entry: entry[0])
+
+    def _drafted(self, deal: Deal) -> tuple[Draft, Settings]:
+        """The draft of a deal that has one, and its settings."""
+        layout = self.deals.layout(deal)
+        assert layout is not None
+        self.score_s(layout)
+        draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
+        assert draft is not None
+        return draft, layout.settings
+
+    def deal_s(self, deal: Deal) -> float:
+        """Seconds of an iteration of a deal by its estimate, or by its price; infinite where it cannot run."""
+        known = self.dealt.get(deal)
+        if known is None:
+            self.search.check_budget()
+            layout = self.deals.layout(deal)
+            draft = None if layout is None else self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
+            known = math.inf if draft is None else self.draft_s(draft, deal.settings)
+            self.dealt[deal] = known
+        return known
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
@@ -233,78 +325,17 @@ class _Hunt:
             share = (WALKED - self.search.elapsed_s / self.search.budget_s) / (GENERATIONS - generation) / rounds
             walks = [
                 (layout, [self.search.seed, generation, n], share * self.search.budget_s)
-                for n, (_, layout, _) in enumerate(self.ranked()[:WALKS])
+                for n, layout in enumerate(self._promising()[:WALKS])
             ]
             for found in side_by_side(self.walk, walks, self.search.check_budget):
                 for entry in found:
                     self._keep(*entry)
 
-    # --- Large clusters ---
-
-    def _parted(self) -> list[int]:
-        """Into how many equal parts nodes and batch divide, so that a part has few GPUs; none for a small cluster."""
-        count = len(self.graph.devices)
-        if count <= 3 * FEWEST_PART_GPUS or self.search.cluster.bandwidth_matrix is not None:
-            return []
-        common = gcd(self.job.global_batch, *(len(alike) for alike in self._alike()))
-        return [n for n in range(2, common + 1) if common % n == 0 and FEWEST_PART_GPUS <= count // n <= PART_GPUS]
-
-    def _alike(self) -> list[list[Node]]:
-        """The nodes that differ in their names alone, together."""
-        found: dict[Node, list[Node]] = {}
-        for node in self.nodes.values():
-            found.setdefault(replace(node, name=""), []).append(node)
-        return list(found.values())
-
-    def _part(self, copies: int) -> _Hunt:
-        """The search on one of so many equal parts."""
-        parts: list[list[Node]] = [[] for _ in range(copies)]
-        for alike in self._alike():
-            each = len(alike) // copies
-            for n, part in enumerate(parts):
-                part += alike[n * each : (n + 1) * each]
-        names = [
-            {
-                f"{own.name}/{index}": f"{other.name}/{index}"
-                for own, other in zip(parts[0], part, strict=True)
-                for index in range(own.gpus)
-            }
-            for part in parts
-        ]
-        cluster = replace(self.search.cluster, nodes=tuple(parts[0]))
-        job = replace(self.job, global_batch=self.job.global_batch // copies)
-        search = Search(cluster, job, self.search.judge, self.search.seed, self.search.budget_s)
-        return _Hunt(search, parts[0], Whole(self.pricing.network, tuple(names)))
-
-    def _copied(self, parted: Sequence[int]) -> Iterator[Layout]:
-        """The best layouts of parts of the cluster, each on all of its parts, the fastest first.
-
-        What the parts exchange counts, so that parts of all sizes can be compared.
-        """
-        hunts = []
-        for n, copies in enumerate(parted):
-            hunt = self._part(copies)
-            hunt.search.budget_s = self._left_s(PARTS_BEGUN) / (len(parted) - n) / RESETTLED
-            hunts.append(hunt)
-            with suppress(BudgetSpent):  # its own; what it has found counts
-                hunt.begin()
-                hunt.resettle()
-        # Half of the walks are on parts of the two sizes that are best so far, and half on those of the best one then.
-        for rank, share in ((0, 0.25), (1, 1 / 3), (0, 1.0)):
-            hunts = sorted((hunt for hunt in hunts if hunt.found), key=lambda hunt: hunt.ranked()[0][0])
-            for hunt in hunts[rank : rank + 1]:
-                hunt.search.budget_s = (hunt.search.elapsed_s + share * self._left_s(PARTS_WALKED)) / WALKED
-                with suppress(BudgetSpent):
-                    hunt.explore()
-        found = [(seconds, hunt, layout) for hunt in hunts for seconds, layout, _ in hunt.ranked()[:MOST_MET]]
-        for _, hunt, layout in sorted(found, key=lambda entry: entry[0])[:MOST_ESTIMATED]:
-            assert hunt.whole is not None
-            pipelines = [
-                tuple([tuple([part[name] for name in group]) for group in pipe])
-                for part in hunt.whole.parts
-                for pipe in layout.pipelines
-            ]
-            yield replace(layout, pipelines=tuple(pipelines))
+    def _promising(self) -> list[Layout]:
+        """The best layouts by their prices, and in turn with them the deals that were judged best."""
+        ends = [self.deals.layout(deal) for _, deal in self.ends]
+        priced = [layout for _, layout, _ in self.ranked()]
+        return list(dict.fromkeys(layout for both in zip_longest(ends, priced) for layout in both if layout is not None))
 
     # --- Time ---
 
@@ -334,32 +365,16 @@ class _Hunt:
             known = math.inf
             draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
             if draft is not None:
-                known = self.pricing.price_s(draft, layout.settings)
+                known = self.draft_s(draft, layout.settings)
                 self._keep(known, layout, draft)
             self.known[layout] = known
         return known
 
-    def draft_s(self, draft: Draft, settings: Settings, estimates: Estimates | None) -> float:
-        """Seconds of an iteration of a draft: its estimate, or its price where there are no estimates."""
-        if estimates is not None:
-            return estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
+    def draft_s(self, draft: Draft, settings: Settings) -> float:
+        """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit."""
+        if self.estimates is not None:
+            return self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
         return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
-
-    def estimated(self) -> list[tuple[float, Layout, Draft]]:
-        """The best layouts of all shapes, the fastest by their estimates first; by their prices where there are no estimates."""
-        ranked = self.ranked()
-        estimates = self.preparation.estimates() if self.preparation is not None else None
-        if estimates is None:
-            return ranked
-        # Prices err by some per cent, and more for some numbers of pipelines than for others: the best of each has its chance.
-        firsts: dict[object, tuple[float, Layout, Draft]] = {}
-        for entry in ranked:
-            layout = entry[1]
-            firsts.setdefault((len(layout.pipelines), layout.micro_batch, layout.settings.zero_stage), entry)
-        chosen = dict.fromkeys(list(firsts.values())[: MOST_ESTIMATED // 2])
-        chosen |= dict.fromkeys(ranked[: MOST_ESTIMATED - len(chosen)])
-        known = [(self.draft_s(draft, layout.settings, estimates), layout, draft) for _, layout, draft in chosen]
-        return sorted(known, key=lambda entry: entry[0])
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
         shape = self._shape(layout)
@@ -407,7 +422,7 @@ class _Hunt:
             for twins in _from_both_ends(self._twins(most_groups)):
                 if most_groups // twins > self.job.model.layers:
                     continue
-                pipes = tuple([pipe for team in grouped for pipe in _deal(team, twins)])
+                pipes = tuple([pipe for team in grouped for pipe in shared_out(team, twins)])
                 if all(len(pipe) <= self.job.model.layers for pipe in pipes):
                     for size, schedule in product(sizes, SCHEDULES):
                         if len(pipes) * size <= self.job.global_batch:
@@ -700,7 +715,7 @@ class _Hunt:
                         runs[-1].append(group)
                     else:
                         runs.append([group])
-                one, other = (list(pipe) for pipe in (*_deal(runs, 2), (), ())[:2])
+                one, other = (list(pipe) for pipe in (*shared_out(runs, 2), (), ())[:2])
             else:
                 one, other = pipes[p][:at], pipes[p][at:]
             pipes[p] = one
@@ -755,6 +770,13 @@ class _Hunt:
 
     # --- The end ---
 
+    def judge_soon(self) -> None:
+        """Has the best layout so far judged of those that are simulated soon."""
+        ranked = self.ranked()
+        quick = [entry for entry in ranked if simulation_work(entry[2]) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: simulation_work(entry[2]))
+        self.judged([(draft, layout.settings) for _, layout, draft in (quick or least)[:1]])
+
     def judge_best(self) -> None:
         """Has the best layout so far judged, so that a search whose budget ends in the middle has an answer."""
         self.judged([(draft, layout.settings) for _, layout, draft in self.ranked()[:1]])
@@ -762,28 +784,32 @@ class _Hunt:
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
         self.judge_best()
-        estimates = self.preparation.estimates(self._left_s(TUNED)) if self.preparation is not None else None
-        ranked = [(draft, layout.settings) for _, layout, draft in self.estimated()[:FINALISTS]]
-        drafts = [*ranked, *((draft, settings) for _, draft, settings in self.partitioned)]
-        entries = [(self.draft_s(draft, settings, estimates), draft, settings) for draft, settings in drafts]
+        self.load(self._left_s(TUNED))
+        ranked = [(draft, layout.settings) for _, layout, draft in self.ranked()[:FINALISTS]]
+        drafts = [
+            *(self._drafted(deal) for _, deal in self.ends),
+            *ranked,
+            *self.partitioned,
+        ]
+        entries = [(self.draft_s(draft, settings), draft, settings) for draft, settings in drafts]
         entries.sort(key=lambda entry: entry[0])
-        if estimates is not None:  # which tell the schedules apart
+        if self.estimates is not None:  # which tell the schedules apart
             others = [
                 (draft, replace(settings, schedule=name))
                 for _, draft, settings in entries[:SCHEDULED]
                 for name in FINAL_SCHEDULES
             ]
-            entries += [(self.draft_s(*other, estimates), *other) for other in others]
+            entries += [(self.draft_s(*other), *other) for other in others]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
         self.judged([(draft, settings) for _, draft, settings in entries[:TOGETHER]])
-        tuned = side_by_side(partial(self._tuned, estimates), entries, self.search.check_budget)
+        tuned = side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:
             others = [(best[1], replace(best[2], schedule=schedule)) for schedule in FINAL_SCHEDULES]
             for judged_s, (draft, settings) in zip(self.judged(others), others, strict=True):
                 if judged_s < best[0]:
                     best = judged_s, draft, settings
-            self.polish(*best, estimates)
+            self.polish(*best)
 
     def _best_judged(self, entries: Sequence[tuple[float, Draft, Settings]]) -> tuple[float, Draft, Settings] | None:
         """The best by the judge of some drafts, with its judged seconds; None where none can run.
@@ -800,7 +826,7 @@ class _Hunt:
                     best = judged_s, draft, settings
         return best
 
-    def _tuned(self, estimates: Estimates | None, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
+    def _tuned(self, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
         """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
         seconds, draft, settings = entry
         self.rng = np.random.default_rng(self.search.seed)
@@ -808,7 +834,7 @@ class _Hunt:
             for changed in self._variants(draft):
                 if self.late(TUNED):
                     return seconds, draft, settings
-                changed_s = self.draft_s(changed, settings, estimates)
+                changed_s = self.draft_s(changed, settings)
                 if changed_s < seconds * (1 - 1e-6):
                     draft, seconds = changed, changed_s
                     break
@@ -816,7 +842,7 @@ class _Hunt:
                 break
         return seconds, draft, settings
 
-    def polish(self, seconds: float, draft: Draft, settings: Settings, estimates: Estimates | None) -> None:
+    def polish(self, seconds: float, draft: Draft, settings: Settings) -> None:
         """Has changes of the best draft judged while they help, several side by side, the most promising first."""
         left = POLISHED
         better = True
@@ -825,7 +851,7 @@ class _Hunt:
             known = []
             for changed in self._variants(draft):
                 self.search.check_budget()
-                known.append((self.draft_s(changed, settings, estimates), changed))
+                known.append((self.draft_s(changed, settings), changed))
             known.sort(key=lambda entry: entry[0])
             ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < math.inf]
             for at in range(0, len(ranked), TOGETHER):
@@ -914,26 +940,6 @@ def _in_turn(sources: Sequence[Iterator[Layout]]) -> Iterator[Layout]:
                 yield layout
                 going.append(source)
         left = going
-
-
-def _done(work: Callable[[], Begun]) -> Begun:
-    """What a piece of work finds."""
-    return work()
-
-
-def _deal(runs: Sequence[Sequence[tuple[str, ...]]], twins: int) -> list[Groups]:
-    """Runs of groups dealt to as many pipelines in equal parts; those that got one more of a run come last at the next."""
-    dealt: Pipes = [[] for _ in range(twins)]
-    extra = 0
-    for groups in runs:
-        each, more = divmod(len(groups), twins)
-        at = 0
-        for t in range(twins):
-            count = each + ((t - extra) % twins < more)
-            dealt[t] += groups[at : at + count]
-            at += count
-        extra += more
-    return [tuple(pipe) for pipe in dealt if pipe]
 
 
 def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage, ...]:

@@ -1,60 +1,48 @@
-"""Motley's own planner where the contract of all planners does not look: clusters that it searches by their parts."""
+"""Motley's own planner where the contract of all planners does not look: its descents among deals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
-import pytest
-
-from partition.drafts import usable_nodes
-from partition.planners.motley import Layout, _Hunt
-from partition.search import BudgetSpent, Search, plan
+from partition.drafts import make_plan, usable_nodes
+from partition.planners.motley import _Hunt
+from partition.search import Search
 from sim.simulation import simulation
-from sim.spec.cluster import Cluster
-from tests.partition.small_worlds import cluster, job, node
+from sim.spec.judge import Cost
+from tests.partition.small_worlds import SMALL, cluster, job, node
 
 
-def large() -> Cluster:
-    return cluster(*(node(f"{kind}-{n}", kind, 8) for n in range(8) for kind in ("RTX4090", "RTX3090")))
-
-
-def test_what_is_found_for_a_part_stands_on_every_gpu_of_all_parts_once() -> None:
-    world = large()
-    search = Search(world, job(batch=64), simulation(world, job(batch=64), 0), 0, 4.0)
+def descended() -> _Hunt:
+    """A search that has descended among the deals of a cluster of three kinds, and done nothing else."""
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 20.0)
     hunt = _Hunt(search, usable_nodes(search))
-    layouts: list[Layout] = list(hunt._copied(hunt._parted()))
-    assert hunt._parted() == [2, 4]
-    assert layouts
-    for layout in layouts:
-        used = [name for pipe in layout.pipelines for group in pipe for name in group]
-        assert len(used) == len(set(used))
-        assert set(used) <= {device.name for device in world.devices}
-        assert len(layout.pipelines) % 2 == 0
+    hunt.begin_deals()
+    hunt.deal()
+    return hunt
 
 
-def test_a_part_whose_time_is_spent_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = _Hunt.begin
-    parts: list[int] = []
-
-    def spent(hunt: _Hunt) -> None:
-        if hunt.whole is None:
-            begin(hunt)
-        else:
-            parts.append(len(hunt.whole.parts))
-            raise BudgetSpent
-
-    monkeypatch.setattr(_Hunt, "begin", spent)
-    found = plan(large(), job(batch=64), "motley", budget_s=3.0)
-    assert parts == [2, 4]
-    assert found.cost is not None
-    assert found.judged > 1
+def test_what_descents_end_at_is_judged_and_told_to_the_search() -> None:
+    hunt = descended()
+    search = hunt.search
+    assert len({deal.pipelines for _, deal in hunt.ends}) == len(hunt.ends) > 1
+    assert [seconds for seconds, _ in hunt.ends] == sorted(seconds for seconds, _ in hunt.ends)
+    assert search.best is not None
+    assert search.best[1].iteration_s == hunt.ends[0][0]
+    assert search.judged >= len(hunt.ends)
+    for seconds, deal in hunt.ends:
+        draft, settings = hunt._drafted(deal)
+        verdict = search.judge(make_plan(search.cluster, search.job, draft, settings))
+        assert isinstance(verdict, Cost)
+        assert verdict.iteration_s == seconds
 
 
-def test_a_cluster_of_different_nodes_has_no_parts() -> None:
-    def nodes() -> Iterator[Cluster]:
-        yield cluster(*(node(f"n{n}", "RTX4090", 8) for n in range(4)))
-        yield cluster(*(node(f"n{n}", "RTX4090", 8) for n in range(13)))  # 13 cannot be divided
-
-    for world in nodes():
-        search = Search(world, job(batch=64), simulation(world, job(batch=64), 0), 0, 1.0)
-        assert _Hunt(search, usable_nodes(search))._parted() == []
+def test_descents_beat_their_starts_and_are_the_same_again() -> None:
+    one, again = descended(), descended()
+    assert one.ends == again.ends
+    starts = []
+    for start in one.firsts:
+        draft, settings = one._drafted(start)
+        verdict = one.search.judge(make_plan(one.search.cluster, one.search.job, draft, settings))
+        starts.append(verdict.iteration_s if isinstance(verdict, Cost) else math.inf)
+    assert one.ends[0][0] < min(starts)

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies
 
 from partition.drafts import Draft, Settings, make_plan, stage
 from partition.layers import even_split, ranges
-from partition.pricing import FEW_STAGES, Pricing, Whole, schedule_period_s
+from partition.pricing import FEW_STAGES, Pricing, schedule_period_s
 from sim.cost.compute import ComputeCost
 from sim.engine import simulate
 from sim.simulation import simulation
@@ -157,32 +157,6 @@ def test_gradients_between_nodes_cost_more_than_inside_them() -> None:
     inside = pricing.price_s(pair([a0, b0], [a1, b1]), Settings())
     across = pricing.price_s(pair([a0, a1], [b0, b1]), Settings())
     assert inside < across
-
-
-@settings(max_examples=30)
-@given(data=strategies.data(), zero_stage=strategies.sampled_from([0, 1]))
-def test_a_part_with_its_copies_costs_what_the_whole_does(data: strategies.DataObject, zero_stage: int) -> None:
-    copies, kinds = data.draw(strategies.integers(2, 4)), ("RTX4090", "RTX3080Ti")
-    whole = cluster(*(node(f"{kind}-{n}", kind, 2) for n in range(copies) for kind in kinds))
-    part = replace(whole, nodes=whole.nodes[:2])
-    own = names(part)
-    order = data.draw(strategies.permutations(own))
-    depth = data.draw(strategies.sampled_from([1, 2, 4]))
-    draft = grid(list(order), depth, 8, TINY.layers)
-    parts = tuple({f"{kind}-0/{index}": f"{kind}-{n}/{index}" for kind in kinds for index in range(2)} for n in range(copies))
-    standing = tuple(
-        replace(
-            pipeline,
-            stages=tuple(stage([names[own.replicas[0].devices[0]]], own.layers[0], 1) for own in pipeline.stages),
-        )
-        for names in parts
-        for pipeline in draft
-    )
-    asked = Settings(zero_stage=zero_stage)
-    pricing = Pricing(whole, job())
-    assert Pricing(part, job(), Whole(pricing.network, parts)).price_s(draft, asked) == pytest.approx(
-        pricing.price_s(standing, asked), rel=1e-6
-    )
 
 
 @settings(max_examples=30)

@@ -158,6 +158,20 @@ def test_a_plan_that_is_considered_again_is_not_judged_again_and_the_memory_of_v
     assert asked == [*SHAPES[:4], SHAPES[0]]
 
 
+def test_a_verdict_of_a_process_beside_counts_once_and_as_if_it_had_been_asked_for_here() -> None:
+    def judge(plan: Plan) -> Verdict:
+        raise AssertionError(plan)
+
+    search = Search(FOUR, JOB, judge)
+    for seconds in (2.0, 3.0):  # the second one is of a plan that has its verdict
+        search.take(SHAPES[0], said(seconds, 100))
+    search.take(SHAPES[1], said(1.0, 100))
+    assert search.judged == 2
+    assert search.best is not None
+    assert search.best[0] == SHAPES[1]
+    assert getattr(search.consider(SHAPES[0]), "iteration_s", None) == 2.0
+
+
 # --- Which GPUs to use -----------------------------------------------------------------------------------------------
 
 

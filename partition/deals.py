@@ -1,0 +1,228 @@
+"""Deals: layouts of equal pipelines, described by few choices, so that a search that tries them one by one ends soon.
+
+The nodes of a cluster are rows, those that are alike together. Each row has a tensor-parallel degree, or is left out; its groups
+are dealt to the pipelines in equal parts, and the rows stand in the order of the stages. So a deal is an order of rows, their
+degrees, a number of pipelines and what holds for all of them. From a start, `Deals.descended` takes whatever single change
+helps, until none does: first those that keep the rows, then those that cut one of them in two, so that a part of its GPUs has
+another degree, stands elsewhere, or is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from partition.assembly import Groups
+from partition.drafts import Settings, degrees
+from partition.graph import DeviceGraph
+from sim.spec.cluster import Node
+from sim.spec.job import Job
+
+MICRO_BATCHES = (1, 2, 4, 8)
+SCHEDULES = ("1f1b", "eager-1f1b")
+
+KICKS, KICKED = 50, 4
+"""How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
+
+Devices: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages' tensor-parallel groups of all pipelines, in stage order, and what holds for all of them."""
+
+    pipelines: tuple[Groups, ...]
+    micro_batch: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Row:
+    """Devices of some nodes, node by node, and the degree of their tensor-parallel groups; 0 leaves them out."""
+
+    nodes: tuple[Devices, ...]
+    degree: int
+
+    def parts(self) -> Iterator[tuple[tuple[Devices, ...], tuple[Devices, ...]]]:
+        """A part of it and the rest: either half of its nodes, its first node, or either half of the devices of its only one."""
+        nodes, at = self.nodes, len(self.nodes) // 2
+        one, other = nodes[:at], nodes[at:]
+        if not one:
+            at = len(nodes[0]) // 2
+            one, other = (nodes[0][:at],), (nodes[0][at:],)
+        if one[0]:
+            yield one, other
+            yield other, one
+        if len(nodes) > 2 and len(one) > 1:
+            yield nodes[:1], nodes[1:]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Rows in stage order, and how they are dealt."""
+
+    rows: tuple[Row, ...]
+    pipelines: int
+    by_node: bool
+    """Whether every pipeline has its part of each node; else it has its part of each row, in as few nodes as possible."""
+    micro_batch: int
+    settings: Settings
+
+
+class Deals:
+    """The deals of one job on some nodes."""
+
+    def __init__(self, graph: DeviceGraph, job: Job, nodes: Sequence[Node], memory: Mapping[str, float], seed: int) -> None:
+        self._graph, self._job, self._seed = graph, job, seed
+        devices = {node.name: tuple(f"{node.name}/{index}" for index in range(node.gpus)) for node in nodes}
+        order = graph.path(list(devices), {name: sum(memory[device] for device in own) for name, own in devices.items()})
+        kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
+        alike: dict[Node, list[Devices]] = {}
+        for name in order:
+            alike.setdefault(kinds[name], []).append(devices[name])
+        self._rows = [tuple(held) for held in alike.values()]
+        self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
+
+    def starts(self, pipelines: int) -> Iterator[Deal]:
+        """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow."""
+        allowed = [self._degrees(nodes) for nodes in self._rows]
+        for degree in sorted({degree for some in allowed for degree in some}):
+            rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
+            for by_node in (True, False):
+                yield Deal(rows, pipelines, by_node, 1, Settings("eager-1f1b"))
+
+    def layout(self, deal: Deal) -> Layout | None:
+        """The layout of a deal; None where it has pipelines without stages, stages without layers or not enough sequences."""
+        runs: list[list[Devices]] = []
+        for row in deal.rows:
+            if row.degree:
+                groups = [self._groups(devices, row.degree) for devices in row.nodes]
+                runs += groups if deal.by_node else [[group for own in groups for group in own]]
+        pipelines = tuple(shared_out(runs, deal.pipelines))
+        if len(pipelines) < deal.pipelines or max(map(len, pipelines)) > self._job.model.layers:
+            return None
+        batch = self._job.global_batch
+        if batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
+            return None
+        return Layout(pipelines, deal.micro_batch, deal.settings)
+
+    def _row(self, nodes: tuple[Devices, ...], degree: int) -> Row:
+        """A row of this degree, or of the largest below it that its nodes allow."""
+        return Row(nodes, max((allowed for allowed in self._degrees(nodes) if allowed <= degree), default=0))
+
+    def _degrees(self, nodes: Sequence[Devices]) -> list[int]:
+        """The degrees that a row may have."""
+        return degrees(self._job, min(map(len, nodes)))
+
+    def _groups(self, devices: Devices, degree: int) -> list[Devices]:
+        """A node's devices in groups of a degree."""
+        key = devices, degree
+        found = self._grouped.get(key)
+        if found is None:
+            found = self._grouped[key] = self._graph.tensor_groups(devices, degree, self._seed)
+        return found
+
+    # --- Changes ---
+
+    def near(self, deal: Deal) -> Iterator[Deal]:
+        """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines."""
+        rows, settings = deal.rows, deal.settings
+        for i, row in enumerate(rows):
+            for degree in (0, *self._degrees(row.nodes)):
+                if degree != row.degree:
+                    yield replace(deal, rows=(*rows[:i], Row(row.nodes, degree), *rows[i + 1 :]))
+            yield from _placed(deal, (*rows[:i], *rows[i + 1 :]), row, (i,))
+        if len(rows) > 2:
+            yield replace(deal, rows=rows[::-1])
+        yield replace(deal, by_node=not deal.by_node)
+        for size in MICRO_BATCHES:
+            if size != deal.micro_batch:
+                yield replace(deal, micro_batch=size)
+        yield replace(deal, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
+        yield replace(deal, settings=replace(settings, zero_stage=1 - settings.zero_stage))
+        for schedule in SCHEDULES:
+            if schedule != settings.schedule:
+                yield replace(deal, settings=replace(settings, schedule=schedule))
+
+    def cut(self, deal: Deal) -> Iterator[Deal]:
+        """All deals in which a row is cut in two, a part of which has another degree or place than it had."""
+        rows = deal.rows
+        for i, row in enumerate(rows):
+            for one, other in row.parts():
+                stays = self._row(other, row.degree)
+                for degree in (0, *self._degrees(one)):
+                    if degree != row.degree:
+                        made = Row(one, degree)
+                        yield replace(deal, rows=(*rows[:i], made, stays, *rows[i + 1 :]))
+                        if degree:
+                            yield replace(deal, rows=(*rows[:i], stays, made, *rows[i + 1 :]))
+                if row.degree:
+                    moves = self._row(one, row.degree)
+                    yield from _placed(deal, (*rows[:i], stays, *rows[i + 1 :]), moves, (i, i + 1))
+
+    def descended(
+        self,
+        deal: Deal,
+        score_s: Callable[[Deal], float],
+        rng: np.random.Generator,
+        late: Callable[[], bool],
+        judged_s: Callable[[Deal], float] | None = None,
+    ) -> tuple[float, Deal]:
+        """The deal that no single change improves to which changes that do lead, in random order, and its score.
+
+        With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
+        """
+        seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
+
+        def better(changes: Sequence[Deal]) -> tuple[float, float, Deal] | None:
+            """The first of some changes, in random order, that helps; None where none does, or it is late."""
+            for i in rng.permutation(len(changes)):
+                if late():
+                    return None
+                changed_s = score_s(changes[i])
+                if changed_s < seconds * (1 - 1e-9):
+                    judged = judged_s(changes[i]) if judged_s is not None else by_judge_s
+                    if judged_s is None or judged < by_judge_s:
+                        return changed_s, judged, changes[i]
+            return None
+
+        while (found := better(list(self.near(deal))) or better(list(self.cut(deal)))) is not None:
+            seconds, by_judge_s, deal = found
+        return seconds, deal
+
+    def kicked(self, deal: Deal, score_s: Callable[[Deal], float], rng: np.random.Generator) -> Deal:
+        """The deal after a few random changes that leave it feasible; as it is where none do."""
+        for _ in range(KICKS):
+            made = deal
+            for _ in range(2 + int(rng.integers(KICKED - 1))):
+                neighbours = list(self.near(made) if rng.random() < 0.5 else self.cut(made)) or list(self.near(made))
+                made = neighbours[int(rng.integers(len(neighbours)))]
+            if score_s(made) < math.inf:
+                return made
+        return deal
+
+
+def _placed(deal: Deal, rest: Sequence[Row], row: Row, but: Sequence[int]) -> Iterator[Deal]:
+    """The deal with a row at each place among the rest, but for some."""
+    for at in range(len(rest) + 1):
+        if at not in but:
+            yield replace(deal, rows=(*rest[:at], row, *rest[at:]))
+
+
+def shared_out(runs: Sequence[Sequence[Devices]], twins: int) -> list[Groups]:
+    """Runs of groups dealt to as many pipelines in equal parts; those that got one more of a run come last at the next."""
+    pipes: list[list[Devices]] = [[] for _ in range(twins)]
+    extra = 0
+    for groups in runs:
+        each, more = divmod(len(groups), twins)
+        at = 0
+        for t in range(twins):
+            count = each + ((t - extra) % twins < more)
+            pipes[t] += groups[at : at + count]
+            at += count
+        extra += more
+    return [tuple(pipe) for pipe in pipes if pipe]

@@ -1,0 +1,155 @@
+"""Deals against what they promise: GPUs stand in layouts once, neighbours are complete, descents end where none is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partition.deals import Deal, Deals, Row, shared_out
+from partition.drafts import Settings, degrees
+from partition.graph import DeviceGraph
+from sim.cost.network import Network
+from sim.spec.cluster import Cluster
+from tests.partition.small_worlds import cluster, job, node
+
+KINDS = ("RTX4090", "RTX3090", "RTX3080Ti")
+worlds = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from((1, 2, 4, 6, 8))), min_size=1, max_size=5).map(
+    lambda sizes: cluster(*(node(f"n{i}", kind, gpus) for i, (kind, gpus) in enumerate(sizes)))
+)
+
+
+def deals_of(world: Cluster) -> Deals:
+    memory = {device.name: float(device.gpu.memory_bytes) for device in world.devices}
+    return Deals(DeviceGraph(Network(world), world.nodes), job(batch=64), world.nodes, memory, 0)
+
+
+def a_deal(deals: Deals, pipelines: int, seed: int, changes: int) -> Deal:
+    """A start after some random changes."""
+    rng = np.random.default_rng(seed)
+    starts = list(deals.starts(pipelines))
+    deal = starts[int(rng.integers(len(starts)))]
+    for _ in range(changes):
+        neighbours = [*deals.near(deal), *deals.cut(deal)]
+        deal = neighbours[int(rng.integers(len(neighbours)))]
+    return deal
+
+
+def devices_of(deal: Deal, used: bool = False) -> list[str]:
+    return [name for row in deal.rows if row.degree or not used for nodes in row.nodes for name in nodes]
+
+
+@settings(deadline=None, max_examples=100)
+@given(worlds, st.integers(1, 6), st.integers(0, 2**32), st.integers(0, 6))
+def test_a_layout_has_the_devices_of_its_rows_once_in_groups_of_one_node(world: Cluster, count: int, seed: int, n: int) -> None:
+    deals = deals_of(world)
+    deal = a_deal(deals, count, seed, n)
+    assert sorted(devices_of(deal)) == sorted(device.name for device in world.devices)
+    layout = deals.layout(deal)
+    if layout is None:
+        return
+    groups = [group for pipe in layout.pipelines for group in pipe]
+    assert sorted(name for group in groups for name in group) == sorted(devices_of(deal, used=True))
+    assert all(len({name.split("/")[0] for name in group}) == 1 for group in groups)
+    assert len(layout.pipelines) == count
+    assert all(1 <= len(pipe) <= job().model.layers for pipe in layout.pipelines)
+    lengths = [len(pipe) for pipe in layout.pipelines]
+    runs = sum(len(row.nodes) if deal.by_node else 1 for row in deal.rows if row.degree)
+    assert max(lengths) - min(lengths) <= runs  # of each run one pipeline may have one group more than another
+
+
+@settings(deadline=None, max_examples=60)
+@given(worlds, st.integers(0, 2**32), st.integers(0, 4))
+def test_every_neighbour_is_another_deal_of_the_same_devices(world: Cluster, seed: int, n: int) -> None:
+    deals = deals_of(world)
+    deal = a_deal(deals, 2, seed, n)
+    for found in (list(deals.near(deal)), list(deals.cut(deal))):
+        for changed in found:
+            assert changed != deal
+            assert sorted(devices_of(changed)) == sorted(devices_of(deal))
+            for row in changed.rows:
+                assert row.degree in (0, *degrees(job(), min(map(len, row.nodes))))
+
+
+@settings(deadline=None, max_examples=40)
+@given(worlds, st.integers(0, 2**32))
+def test_all_degrees_of_all_rows_in_all_orders_are_near_one_another(world: Cluster, seed: int) -> None:
+    deals = deals_of(world)
+    deal = a_deal(deals, 2, seed, 2)
+    near = set(deals.near(deal))
+    for i, row in enumerate(deal.rows):
+        for degree in (0, *degrees(job(), min(map(len, row.nodes)))):
+            rows = (*deal.rows[:i], Row(row.nodes, degree), *deal.rows[i + 1 :])
+            assert degree == row.degree or replace(deal, rows=rows) in near
+        for j in range(i + 1, len(deal.rows)):
+            if j == i + 1:  # two neighbours change places
+                rows = (*deal.rows[:i], deal.rows[j], row, *deal.rows[j + 1 :])
+                assert replace(deal, rows=rows) in near
+
+
+def scored(seed: int) -> Callable[[Deal], float]:
+    """A score that knows nothing of training: a sum over rows, of their places and degrees, and over what holds for all."""
+    rng = np.random.default_rng(seed)
+    costs = rng.random((4, 10, 10))
+
+    def score_s(deal: Deal) -> float:
+        rows = sum(costs[0, place % 10, row.degree] for place, row in enumerate(deal.rows))
+        first = costs[1, int(deal.rows[0].nodes[0][0][1]), 0]  # which node comes first
+        rest = costs[2, deal.micro_batch, deal.settings.zero_stage] + costs[3, int(deal.by_node), 0]
+        return float(rows + first + rest)
+
+    return score_s
+
+
+@settings(deadline=None, max_examples=40)
+@given(worlds, st.integers(0, 2**32))
+def test_a_descent_ends_where_no_neighbour_is_better(world: Cluster, seed: int) -> None:
+    deals, score_s = deals_of(world), scored(seed)
+    start = a_deal(deals, 2, seed, 1)
+    seconds, deal = deals.descended(start, score_s, np.random.default_rng(seed), lambda: False)
+    assert seconds == score_s(deal) <= score_s(start)
+    assert seconds <= min(score_s(changed) for changed in [*deals.near(deal), *deals.cut(deal)]) * (1 + 1e-8)
+
+
+def test_a_descent_that_is_late_returns_what_it_has() -> None:
+    deals = deals_of(cluster(node("n0", "RTX4090", 8), node("n1", "RTX3090", 8)))
+    start = a_deal(deals, 2, 0, 0)
+    assert deals.descended(start, scored(1), np.random.default_rng(0), lambda: True) == (scored(1)(start), start)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_kick_changes_a_deal_and_leaves_it_feasible(seed: int) -> None:
+    deals = deals_of(cluster(node("n0", "RTX4090", 8), node("n1", "RTX3090", 8)))
+    start = a_deal(deals, 2, 0, 0)
+
+    def score_s(deal: Deal) -> float:
+        return 1.0 if deals.layout(deal) is not None else float("inf")
+
+    kicked = deals.kicked(start, score_s, np.random.default_rng(seed))
+    assert kicked != start
+    assert deals.layout(kicked) is not None
+    assert deals.kicked(start, lambda _: float("inf"), np.random.default_rng(seed)) == start
+
+
+def test_nodes_are_dealt_node_by_node_or_row_by_row() -> None:
+    deals = deals_of(cluster(*(node(f"n{n}", "RTX4090", 4) for n in range(2))))
+    (row,) = next(deals.starts(2)).rows
+    deal = Deal((Row(row.nodes, 2),), 2, True, 1, Settings())
+    by_node, by_row = deals.layout(deal), deals.layout(replace(deal, by_node=False))
+    assert by_node is not None
+    assert by_row is not None
+    assert [[group[0][:2] for group in pipe] for pipe in by_node.pipelines] == [["n0", "n1"], ["n0", "n1"]]
+    assert [[group[0][:2] for group in pipe] for pipe in by_row.pipelines] == [["n0", "n0"], ["n1", "n1"]]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
+def test_runs_are_shared_out_evenly(lengths: list[int], twins: int) -> None:
+    runs = [[(f"{run}/{n}",) for n in range(length)] for run, length in enumerate(lengths)]
+    pipes = shared_out(runs, twins)
+    assert sorted(group for pipe in pipes for group in pipe) == sorted(group for run in runs for group in run)
+    counts = sorted(len(pipe) for pipe in pipes) if len(pipes) == twins else [0, *(len(pipe) for pipe in pipes)]
+    assert max(counts) - min(counts) <= 1
