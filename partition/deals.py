@@ -47,18 +47,17 @@ class Row:
     nodes: tuple[Devices, ...]
     degree: int
 
-    def parts(self) -> Iterator[tuple[tuple[Devices, ...], tuple[Devices, ...]]]:
-        """A part of it and the rest: either half of its nodes, its first node, or either half of the devices of its only one."""
-        nodes, at = self.nodes, len(self.nodes) // 2
-        one, other = nodes[:at], nodes[at:]
-        if not one:
-            at = len(nodes[0]) // 2
-            one, other = (nodes[0][:at],), (nodes[0][at:],)
-        if one[0]:
+    def parts(self, pipelines: int) -> Iterator[tuple[tuple[Devices, ...], tuple[Devices, ...]]]:
+        """Parts of it with the rest: one node, one for each of so many pipelines, half of them, half of the devices of each."""
+        nodes = self.nodes
+        for count in sorted({1, pipelines, len(nodes) // 2, len(nodes) - len(nodes) // 2}):
+            if 0 < count < len(nodes):
+                yield nodes[:count], nodes[count:]
+        half = len(nodes[0]) // 2
+        if half:
+            one, other = tuple([held[:half] for held in nodes]), tuple([held[half:] for held in nodes])
             yield one, other
             yield other, one
-        if len(nodes) > 2 and len(one) > 1:
-            yield nodes[:1], nodes[1:]
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Deals:
         """All deals in which a row is cut in two, a part of which has another degree or place than it had."""
         rows = deal.rows
         for i, row in enumerate(rows):
-            for one, other in row.parts():
+            for one, other in row.parts(deal.pipelines):
                 stays = self._row(other, row.degree)
                 for degree in (0, *self._degrees(one)):
                     if degree != row.degree:

@@ -80,9 +80,6 @@ FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
 simulation takes no more work than this where there is such a one."""
 
-MOST_ESTIMATED = 48
-"""So many of the best layouts of different shapes are ranked by their estimates."""
-
 FINALISTS, SCHEDULED = 24, 2
 """So many are judged, and so many of the best are tried with all schedules before."""
 
@@ -172,7 +169,7 @@ class _Hunt:
             return
         self.estimates = self.preparation.estimates(wait_s)
         if self.estimates is not None:
-            priced = self.ranked()[:MOST_ESTIMATED]
+            priced = self.ranked()[:WALKS]
             for known in (self.known, self.dealt, self.found):
                 known.clear()
             for _, layout, _ in priced:
