@@ -40,10 +40,12 @@ all ways to sum gradients over two islands (an all-reduce moves all of them into
 the parameters), without those of experts, which may be divided instead.
 
 Bubble. One sequence passes all layers one after another, forward and, in the input halves, backward, each at best on the lane
-that is quickest at it, of whatever kind and degree; an optimizer step follows.
+that is quickest at it, of whatever kind and degree; an optimizer step follows. And pipelines fill and drain, the faster the
+smaller their micro-batches are, but the smaller these are, the worse they compute (`partition.bubble`).
 
-Left out, each of which makes the bound lower than it could be: collectives inside lanes and inside islands, what the host takes
-to launch kernels, filling and draining beyond one sequence, when gradients are exchanged, the memory of each GPU by itself.
+Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, when gradients are
+exchanged, which schedules there are and what each of them holds, the parameters of each GPU by itself, whole layers to a lane.
+Network, and filling and draining, are reasons by themselves: the slower one counts, not their sum.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from partition.bubble import filled_s
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
@@ -104,6 +107,7 @@ class Bound:
     compute_s: float
     """Of all GPUs, each at its best rate and never waiting."""
     bubble_s: float
+    """Of filling and draining, and of micro-batches that are small so that this does not take longer."""
     network_s: float
     recompute_s: float
 
@@ -241,8 +245,8 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
         reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
     network_s = reached_s - busy_s
-    bubble_s = max(0.0, path_s - reached_s)
-    return Bound(max(reached_s, path_s), compute_s, bubble_s, network_s, recompute_s)
+    full_s = filled_s(cluster, job, counts, once_s, max(reached_s, path_s))
+    return Bound(full_s, compute_s, full_s - reached_s, network_s, recompute_s)
 
 
 def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) -> float | Infeasible:

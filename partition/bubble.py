@@ -1,0 +1,316 @@
+"""The least seconds of an iteration whose pipelines must fill and drain, with micro-batches large enough to compute well.
+
+Small micro-batches compute badly: what does not grow with the sequences (half a matmul's work, its weights, launches, the filling
+of attention's rows) comes once for each. Large ones are long on their way, and every GPU waits for the first and the last of
+them, but for what its memory lets it do meanwhile. No plan escapes both, whatever its schedule.
+
+All seconds below are the least that the work can take; a lane that takes longer does less.
+
+Waits. A place in the micro-batches of a pipeline (its first sequence, say) visits one lane of each stage. Let D be the seconds of
+these lanes' forwards through all layers, each with all that the lane has of a micro-batch, and D' those of the input halves back.
+Before D no lane that the place visits has begun a backward: the first micro-batch has still to go forward through all of them.
+Until then it does forwards, of all of which it keeps the activations. And once the last micro-batch is through the last layer,
+all forwards have been done on these lanes; in the D' that it takes at least from then on they do backwards, of what they still
+keep. The two stretches do not overlap. So if the GPUs of a lane hold the activations of X layers of sequences each, and compute N
+layers of sequences each, at G GPU-seconds, F of them forward, then in T seconds
+
+    N G <= E = min(T, T - D + X F, T - D' + X (G - F), T - D - D' + X G)
+
+G is that of the lane: of its tensor and context ranks, of its share of a micro-batch, and of the fraction of its layers that it
+recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s sequences are n / s GPU-seconds for each.
+What the stack or the attention does not hide of the collectives of tensor and context ranks is in it, at what a GPU's own port
+takes for the bytes that it sends. Of a sum that is the tensor at least (a ring of n sends it 2 (n - 1) / n times, the NVLink
+switch (n + 1) / n times, two trees along an edge of each); of a ring of context ranks, n - 1 of the n parts of keys and values.
+A lane of several kinds takes, and holds, no better than a lane of each of them would.
+
+Prices. A lane of n GPUs that takes s sequences of each of m micro-batches is taken apart, n / s GPUs for each place. For every
+layer and sequence of a place it spends G GPU-seconds, and its GPUs have E each. So at any price p of a GPU, the GPUs of one place
+are worth at least
+
+    m (sum over the layers of p G / E, of the lane that the place visits there)
+
+and the same for the head. The m of all places are the batch of B sequences. So T is too short if at some prices
+
+    sum over all GPUs of p  <  B min over D + D' of (the least sum of p G / E on ways of so many seconds)
+
+D and D' are counted as the least parts of D + D' that they can be. The least sum is found by giving seconds of the way a price,
+too: every price gives a lower one, the highest counts. Where there is a range (of sequences, of fractions recomputed, of D + D'),
+each figure is taken from that end of it where it is best.
+
+Left out: embedding and optimizer, messages on the way, latencies, and what memory holds besides activations of layers and head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.cost.pieces import head_seconds, layer_seconds
+from sim.spec.cluster import Cluster
+from sim.spec.counts import (
+    PRECISION_BYTES,
+    boundary_bytes,
+    head_activation_bytes,
+    key_value_bytes,
+    layer_activation_bytes,
+)
+from sim.spec.gpu import GpuKind
+from sim.spec.job import Job
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+STEPS = 20
+"""How often the interval of times in which the bound lies is halved."""
+
+SHARES = (1.25, 0.25, 5.0)
+"""By how much ranges of a lane's share of a micro-batch grow, where there are between so many and so many sequences for each of
+its GPUs; elsewhere they double."""
+
+RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.4, 1.0)
+"""The ends of the ranges of the fraction of its layers that a lane recomputes."""
+
+WAYS = np.concatenate([[0.0], np.geomspace(1 / 64, 0.5, 60), [1.0]])
+"""The ends of the ranges of D + D', as fractions of the iteration."""
+
+WAY_PRICES = np.array([0.0, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 3.0])
+"""Prices of a second of the way that are tried, as a fraction of what a sequence's layers cost, / seconds of the iteration."""
+
+GPU_WAYS = (0.04, 0.07, 0.1, 0.14, 0.2)
+GPU_WAY_PRICES = (0.1, 0.2, 0.35, 0.6)
+"""Prices of GPUs that are tried: what each is worth if D + D' is such a fraction of the iteration and a second of it has such a
+price, so that lanes of all kinds are equally dear."""
+
+WORST = 1.15
+"""Of lanes that take longer than the best by such a factor it is not asked how long their way is, or what they hold."""
+
+LEAST_S = 1e-30
+"""In place of no seconds at all, of which nothing can be a part."""
+
+SMALLEST_BYTES = 1e-3
+"""What a layer's activations are taken to need at least, where they are no more than what rounding may save."""
+
+ROUNDING = 1e-9
+"""The memory that parts may gain by being rounded, one by one, as a fraction."""
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """What lanes of one kind may be like, none of which is better in all: an entry for each of them."""
+
+    gpu_s: Array
+    """GPU-seconds of a layer for a sequence, forward and backward, at least."""
+    way_s: Array
+    """Seconds of a layer on the way forward and back, at least."""
+    kept_forward_s: Array
+    """GPU-seconds of the forwards of what a GPU's memory has room for, at most."""
+    kept_backward_s: Array
+    """GPU-seconds of the backwards of what it has room for, at most."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of GPU: how many there are, what lanes of it may be like, and what holds for all of them."""
+
+    count: int
+    lanes: _Lanes
+    head_s: float
+    """GPU-seconds of the head for a sequence, at least."""
+    forward: float
+    """The part of the way that is forward, at least."""
+    back: float
+    """The part of the way that is back, at least."""
+
+
+def filled_s(cluster: Cluster, job: Job, counts: Mapping[GpuKind, int], once_s: float, least_s: float) -> float:
+    """The least seconds, no fewer than `least_s`, in which GPUs can do the job; of an iteration, `once_s` are lost to it."""
+    kinds = [_kind(cluster, job, kind, counts) for kind in counts]
+    low = least_s
+    for way in GPU_WAYS:
+        for way_price in GPU_WAY_PRICES:
+
+            def too_short(seconds: float, way: float = way, way_price: float = way_price) -> bool:
+                return _too_short(kinds, job, seconds - once_s, way, way_price)
+
+            if not too_short(low):
+                continue
+            high = 1.05 * low
+            while too_short(high):
+                low, high = high, 1.5 * high
+            for _ in range(STEPS):
+                middle = (low + high) / 2
+                low, high = (middle, high) if too_short(middle) else (low, middle)
+    return low
+
+
+def _too_short(kinds: list[_Kind], job: Job, seconds: float, way: float, way_price: float) -> bool:
+    """Whether GPUs cannot do the job in so many seconds, by their prices for such a way at such a price."""
+    layers = job.model.layers
+    forward, back = min(kind.forward for kind in kinds), min(kind.back for kind in kinds)
+    second = WAY_PRICES * layers / seconds
+    each = np.full((len(WAY_PRICES), len(WAYS) - 1), math.inf)
+    head, given = math.inf, 0.0
+    for kind in kinds:
+        lanes = kind.lanes
+        worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
+        price = float(np.max(worth * _computing_s(lanes, np.array([way]), seconds, forward, back)[:, 0] / lanes.gpu_s))
+        given += kind.count * price
+        head = min(head, price * kind.head_s / seconds)
+        computing_s = _computing_s(lanes, WAYS[:-1], seconds, forward, back)
+        cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
+        paid = second[:, None] * lanes.way_s
+        each = np.minimum(each, np.min(cost + paid[:, :, None], axis=1))
+    least = np.max(layers * each - second[:, None] * WAYS[1:] * seconds, axis=0).min() + head
+    return bool(job.global_batch * least > given * (1 + 1e-9))
+
+
+def _computing_s(lanes: _Lanes, ways: Array, seconds: float, forward: float, back: float) -> Array:
+    """E of each lane, for ways that are such fractions of the seconds, of which at least such parts are forward and back."""
+    kept_forward_s, kept_backward_s = lanes.kept_forward_s[:, None], lanes.kept_backward_s[:, None]
+    computing_s = np.minimum((1 - forward * ways) * seconds + kept_forward_s, (1 - back * ways) * seconds + kept_backward_s)
+    both_s: Array = np.minimum(computing_s, (1 - ways) * seconds + kept_forward_s + kept_backward_s)
+    return np.minimum(both_s, seconds)
+
+
+# --- Choices ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Seconds of a lane of some degrees for its share of a micro-batch, of a layer with its collectives and of the head."""
+
+    each: float
+    """GPU-seconds of a sequence in a second of the lane."""
+    forward_s: float
+    backward_s: float
+    again_s: float
+    """Of the recomputation of a layer."""
+    way_s: float
+    head_forward_s: float
+    head_backward_s: float
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of a layer for a sequence, nothing recomputed."""
+        return self.each * (self.forward_s + self.backward_s)
+
+
+def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, int]) -> _Kind:
+    """What lanes of a kind may be like."""
+    model, software, most = job.model, cluster.stack, sum(counts.values())
+    element_bytes, port_bytes_per_s = PRECISION_BYTES[job.precision], _port_bytes_per_s(cluster, kind)
+    lanes = [
+        tuple(_lane(cluster, job, kind, degrees, share, port_bytes_per_s) for share in shares)
+        for degrees in _degrees(job, most)
+        for shares in _shares(job.global_batch, math.prod(degrees))
+    ]
+    least, full = (
+        software.activation_scale
+        * layer_activation_bytes(model, 1, job.sequence_length, 1, False, mode, element_bytes, software.flash_attention)
+        for mode in ("selective", "full")
+    )
+    logits = head_activation_bytes(model, 1, job.sequence_length, 1, False, element_bytes)
+    room = max(0.0, kind.memory_bytes - software.context_bytes) * (1 + ROUNDING) / (1 + software.fragmentation)
+    choices = []
+    for fewest, many in pairwise(RECOMPUTED):
+        kept = (1 - many) * least + many * full
+        for few, more in lanes:
+            # What a device keeps of its share is whole bytes, of which rounding may save one.
+            layers = few.each * room / max(SMALLEST_BYTES, kept - few.each)
+            heads = few.each * room / (software.logits_scale * max(SMALLEST_BYTES, logits - few.each))
+            backward_s = few.backward_s + many * few.again_s
+            choices.append(
+                (
+                    more.each * (more.forward_s + more.backward_s + fewest * more.again_s),
+                    few.way_s,
+                    max(layers * few.forward_s, heads * few.head_forward_s),
+                    max(layers * backward_s, heads * few.head_backward_s),
+                )
+            )
+    worst_s = WORST * min(choice[0] for choice in choices)
+    asked = [lane for pair in lanes if pair[1].gpu_s < worst_s for lane in pair]
+    parts = [lane.forward_s / lane.way_s for lane in asked]
+    head_s = min(more.each * (more.head_forward_s + more.head_backward_s) for _, more in lanes)
+    return _Kind(counts[kind], _undominated(choices, worst_s), head_s, min(parts), 1 - max(parts))
+
+
+def _undominated(choices: list[tuple[float, float, float, float]], worst_s: float) -> _Lanes:
+    """The lanes without those that another one is at least as good as: in GPU-seconds, on the way, and in how many times its
+    GPU-seconds its memory has room for. One that is otherwise as good as can be stands for all that take `worst_s` or longer."""
+    kept = [(worst_s, 0.0, math.inf, math.inf)]
+    for gpu_s, way_s, *room_s in sorted(choice for choice in choices if choice[0] < worst_s):
+        held = [seconds / gpu_s for seconds in room_s]
+        if not any(way <= way_s and forward >= held[0] and back >= held[1] for _, way, forward, back in kept[1:]):
+            kept.append((gpu_s, way_s, held[0], held[1]))
+    gpu, way, forward, back = np.array(kept).T
+    return _Lanes(gpu, way, forward * gpu, back * gpu)
+
+
+def _lane(cluster: Cluster, job: Job, kind: GpuKind, degrees: tuple[int, int], sequences: int, port_bytes_per_s: float) -> _Lane:
+    """A lane of one kind. Sequence parallelism and the most expert parallelism save most, and are taken to be there."""
+    model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
+    tensor, context = degrees
+    experts = 1 if model.experts is None else model.experts.experts
+    layer = layer_seconds(kind, stack, model, sequences, length, tensor, True, precision, context, experts)
+    head = head_seconds(kind, stack, model, sequences, length, tensor, True, precision, context)
+    bytes_per_s, element_bytes = stack.collective_scale * port_bytes_per_s, PRECISION_BYTES[precision]
+    summed_s = 0.0
+    if tensor > 1:  # two sums forward, and two of the gradients on the way back
+        num_bytes = 2 * boundary_bytes(model, sequences, length, element_bytes) // context
+        summed_s = (1 - stack.tensor_overlap) * num_bytes / bytes_per_s
+    forward_s = back_s = summed_s
+    if context > 1:  # keys and values go round once forward, and on the way back once more with their gradients
+        alone = layer_seconds(kind, stack, model, 1, length, tensor, True, precision, context, experts)
+        round_s = key_value_bytes(model, 1, length, tensor, element_bytes) / bytes_per_s
+        others = sequences * (context - 1) / context  # of as many steps, all but one hide behind the attention to the last one's
+        forward_s += others * max(0.0, round_s - alone.attention_s)
+        back_s += others * max(0.0, 2 * round_s - alone.attention_backward_s)
+    return _Lane(
+        each=tensor * context / sequences,
+        forward_s=layer.forward_s + forward_s,
+        backward_s=layer.backward_s + back_s,
+        again_s=layer.forward_s + summed_s,
+        way_s=layer.forward_s + forward_s + layer.backward_input_s + back_s,
+        head_forward_s=head.forward_s,
+        head_backward_s=head.backward_s,
+    )
+
+
+def _degrees(job: Job, most: int) -> Iterator[tuple[int, int]]:
+    """The degrees of tensor and context parallelism that a lane of at most so many GPUs can have."""
+    contexts = [1, *(ranks for ranks in range(2, most + 1) if job.sequence_length % (2 * ranks) == 0)]
+    for tensor in range(1, min(most, job.model.heads) + 1):
+        if job.model.heads % tensor == 0:
+            yield from ((tensor, context) for context in contexts if tensor * context <= most)
+
+
+def _shares(batch: int, gpus: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the sequences that a lane of so many GPUs takes of a micro-batch."""
+    growth, fewest, most = SHARES
+    first = 1
+    while first <= batch:
+        times = growth if fewest * gpus <= first <= most * gpus else 2.0
+        last = min(batch, max(first, math.ceil(times * first) - 1))
+        yield first, last
+        first = last + 1
+
+
+def _port_bytes_per_s(cluster: Cluster, kind: GpuKind) -> float:
+    """The most that a GPU of a kind sends: over its PCIe link, or over its NVLink port or its node's cards."""
+    if cluster.link_overrides:
+        return math.inf
+    efficiency, rates = cluster.fabric.efficiency, [0.0]
+    for node in {device.node.name: device.node for device in cluster.devices if device.gpu == kind}.values():
+        if not node.intra.is_nvlink:
+            rates.append(node.intra.bandwidth_bytes_per_s * efficiency("pcie"))
+            continue
+        rates.append(node.intra.bandwidth_bytes_per_s * max(efficiency("nvlink"), efficiency("nvls")))
+        if (nic := node.nic) is not None:
+            rates.append(nic.count * nic.bandwidth_bytes_per_s * max(efficiency(nic.kind), efficiency("tcp")))
+            rates.append((nic.ethernet_bytes_per_s or 0.0) * efficiency("ethernet"))
+    return max(rates)
