@@ -1,0 +1,156 @@
+"""The bound of filling and draining against closed forms, and against pipelines that use all that they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from partition.bound import Bound, lower_bound
+from partition.bubble import filled_s
+from sim.cost.feasibility import infeasible
+from sim.cost.memory import peak_bytes
+from sim.cost.pieces import head_seconds, layer_seconds
+from sim.engine import simulate
+from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
+from sim.spec.gpu import GpuKind, gpu_kind
+from sim.spec.job import Job
+from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.stack import Stack
+from sim.spec.transformer import Transformer
+from tests.worlds import LOSSLESS, ideal_gpu
+
+LAYERS = 8
+ONE_HEAD = Transformer("one head", LAYERS, hidden=2048, ffn=8192, heads=1, vocab=8, activation="gelu")
+"""No lane of it has tensor ranks; with an odd number of tokens it has no context ranks either."""
+LENGTH = 4097
+
+
+def alike(kind: GpuKind, count: int, **stack: float) -> Cluster:
+    """Nodes of one such GPU each on links that take no time."""
+    nodes = tuple(Node(f"n{i}", kind, 1, Intra("nvlink", 1e30), Nic("ethernet", 1e30)) for i in range(count))
+    return Cluster("alike", nodes, Fabric(0.0, protocol_efficiency=LOSSLESS), stack=Stack("given", **stack))  # type: ignore[arg-type]
+
+
+def least_s(on: Cluster, work: Job) -> float:
+    """The bound by filling and draining alone."""
+    kind = on.nodes[0].gpu
+    return filled_s(on, work, {kind: len(on.nodes)}, 0.0, 1e-9)
+
+
+# --- Closed forms ----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_can_keep_nothing_wait_for_a_micro_batch_to_go_through_all_layers_and_back() -> None:
+    on = alike(replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30), 4, context_bytes=1e12)  # no memory is left
+    layer = layer_seconds(on.nodes[0].gpu, on.stack, ONE_HEAD, 1, LENGTH)
+    head = head_seconds(on.nodes[0].gpu, on.stack, ONE_HEAD, 1, LENGTH)
+    way_s = LAYERS * (layer.forward_s + layer.backward_input_s)
+    work_s = 64 * (LAYERS * (layer.forward_s + layer.backward_s) + head.forward_s + head.backward_s) / 4
+    found = least_s(on, Job(ONE_HEAD, LENGTH, 64))
+    assert work_s + 0.9 * way_s < found <= (work_s + way_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_what_a_gpu_keeps_shortens_the_wait_by_the_work_that_it_is(held: int) -> None:
+    # A layer keeps, per token, its input twice over (4 h), query, key, value and result (4 h), the MLP's two (8 h) in bf16, and
+    # the softmax's sum; of the latter selective recomputation, which is taken to cost nothing, keeps none. Recomputing as much
+    # as would shorten the wait further would take longer, with so large a batch.
+    kept_bytes = LENGTH * 2 * (4 + 4 + 8) * 2048
+    kind = replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30, memory_bytes=held * kept_bytes)
+    on = alike(kind, 4, context_bytes=0.0, fragmentation=0.0)
+    layer = layer_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    head = head_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    forward_s, back_s, both_s = layer.forward_s, layer.backward_input_s, layer.backward_s
+    wait_s = max(
+        LAYERS * forward_s - held * forward_s,
+        LAYERS * back_s - held * both_s,
+        LAYERS * (forward_s + back_s) - held * (forward_s + both_s),
+    )
+    work_s = 64 * (LAYERS * (forward_s + both_s) + head.forward_s + head.backward_s) / 4
+    found = least_s(on, Job(ONE_HEAD, LENGTH, 64))
+    assert work_s + 0.8 * wait_s < found <= (work_s + wait_s) * (1 + 1e-9)
+
+
+def test_the_best_size_of_a_micro_batch_is_between_its_overheads_and_its_wait() -> None:
+    kind = ideal_gpu()
+    kind = replace(kind, memory_bandwidth_bytes_per_s=1e30, efficiency=replace(kind.efficiency, launch_s=50e-6))
+    on, batch = alike(kind, 4, context_bytes=1e12), 256
+
+    def takes(share: int) -> float:
+        layer = layer_seconds(kind, on.stack, ONE_HEAD, share, LENGTH)
+        head = head_seconds(kind, on.stack, ONE_HEAD, batch, LENGTH)
+        work_s = LAYERS * (layer.forward_s + layer.backward_s) * batch / share + head.forward_s + head.backward_s
+        return work_s / 4 + LAYERS * (layer.forward_s + layer.backward_input_s)
+
+    best = min(range(1, batch + 1), key=takes)
+    assert 1 < best < batch
+    assert 0.97 * takes(best) < least_s(on, Job(ONE_HEAD, LENGTH, batch)) <= takes(best) * (1 + 1e-9)
+
+
+def test_without_overheads_and_with_all_the_memory_there_is_nothing_to_wait_for() -> None:
+    kind = replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30, memory_bytes=10**15)
+    found = lower_bound(alike(kind, 4), Job(ONE_HEAD, LENGTH, 64))
+    assert isinstance(found, Bound) and found.bubble_s == 0
+
+
+# --- Below pipelines that use all that they have -----------------------------------------------------------------------
+
+
+@st.composite
+def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
+    """Pipelines of equal stages over all GPUs of a cluster, whose memory they fill to the last byte."""
+    depth, degree, replicas = draw(st.integers(1, 5)), draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.integers(1, 2))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")))
+    chunks = 2 if schedule == "zb-v" else draw(st.integers(2, 3)) if schedule == "interleaved" and depth > 1 else 1
+    each = draw(st.integers(1, 3))
+    layers = depth * chunks * each
+    model = Transformer("piped", layers, hidden=2048, ffn=5632, heads=16, vocab=96)
+    gpus = depth * degree * replicas
+    kind = gpu_kind(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090", "RTX3090"))))
+    intra = draw(st.sampled_from((Intra("nvlink", 300e9), Intra("pcie4", 24e9))))
+    on = Cluster("node", (Node("n", kind, gpus, intra, None),))
+    share = draw(st.sampled_from((1, 1, 2, 4)))
+    mode, cut = draw(st.sampled_from(("none", "none", "selective", "full"))), []
+    for s in range(depth):
+        places = [s, 2 * depth - 1 - s] if schedule == "zb-v" else [s + chunk * depth for chunk in range(chunks)]
+        cut.append(tuple((place * each, (place + 1) * each) for place in places))
+    fewer = draw(st.none() | st.integers(0, chunks * each)) if mode == "full" else None
+
+    def stage(s: int, ranges: tuple[LayerRange, ...]) -> Stage:
+        first = s * replicas * degree
+        lanes = [tuple(f"n/{first + r * degree + i}" for i in range(degree)) for r in range(replicas)]
+        return Stage(tuple(Replica(lane, share) for lane in lanes), ranges, mode, fewer)
+
+    count = draw(st.integers(1, 40))
+    piped = Pipeline(share * replicas, count, tuple(stage(s, ranges) for s, ranges in enumerate(cut)))
+    context = draw(st.sampled_from((1, degree)))
+    plan = Plan(
+        "node",
+        model,
+        draw(st.sampled_from((2048, 8192, 32768))),
+        piped.sequences,
+        (piped,),
+        schedule=schedule,
+        zero_stage=draw(st.integers(0, 3)),
+        sequence_parallel=draw(st.booleans()),
+        context_parallel=context,
+        gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
+        offload_optimizer=draw(st.booleans()),
+        optimizer="sgd",
+    )
+    full = replace(kind, memory_bytes=max(peak_bytes(plan, on).values()))
+    return replace(on, nodes=(replace(on.nodes[0], gpu=full),)), plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_the_bound_is_below_pipelines_that_fill_all_memory(world: tuple[Cluster, Plan]) -> None:
+    on, plan = world
+    assert infeasible(plan, on) is None
+    found = lower_bound(on, plan.job())
+    assert isinstance(found, Bound)
+    assert found.iteration_s <= simulate(plan, on).iteration_s * (1 + 1e-9)
