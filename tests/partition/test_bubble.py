@@ -19,7 +19,7 @@ from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
 from sim.spec.gpu import GpuKind, gpu_kind
 from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
-from sim.spec.stack import Stack
+from sim.spec.stack import Stack, stacks
 from sim.spec.transformer import Transformer
 from tests.worlds import LOSSLESS, ideal_gpu
 
@@ -102,7 +102,7 @@ def test_without_overheads_and_with_all_the_memory_there_is_nothing_to_wait_for(
 
 @st.composite
 def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
-    """Pipelines of equal stages over all GPUs of a cluster, whose memory they fill to the last byte."""
+    """Pipelines of equal stages over all GPUs of a cluster, whose memory they fill to the last byte, under any stack."""
     depth, degree, replicas = draw(st.integers(1, 5)), draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.integers(1, 2))
     schedule = draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")))
     chunks = 2 if schedule == "zb-v" else draw(st.integers(2, 3)) if schedule == "interleaved" and depth > 1 else 1
@@ -112,7 +112,7 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     gpus = depth * degree * replicas
     kind = gpu_kind(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090", "RTX3090"))))
     intra = draw(st.sampled_from((Intra("nvlink", 300e9), Intra("pcie4", 24e9))))
-    on = Cluster("node", (Node("n", kind, gpus, intra, None),))
+    on = Cluster("node", (Node("n", kind, gpus, intra, None),), stack=draw(st.sampled_from(list(stacks().values()))))
     share = draw(st.sampled_from((1, 1, 2, 4)))
     mode, cut = draw(st.sampled_from(("none", "none", "selective", "full"))), []
     for s in range(depth):
