@@ -29,7 +29,7 @@ from experiments.published import Modelled, NotModelled, Run, modelled, read_ass
 from sim.collector import garbage_collector_paused
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
-from sim.cost.memory import peak_bytes
+from sim.cost.memory import lane_parts
 from sim.cost.network import Network
 from sim.engine import simulate
 from sim.metrics import recompute_flop
@@ -39,6 +39,7 @@ from sim.spec.counts import layer_forward_flop, layer_recompute_flop, model_flop
 from sim.spec.gpu import PRECISIONS
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
+from sim.spec.stack import Stack
 
 DATA = Path(__file__).parent / "data"
 PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
@@ -177,7 +178,13 @@ def _comparison(run: Run, quantity: str | None) -> Comparison:
 
 def _peak(run: Run, plan: Plan, cluster: Cluster) -> float:
     """The predicted peak of the fullest device, in the unit of the run's column."""
-    return max(peak_bytes(plan, cluster).values()) / _memory_unit_bytes(run)
+    return counted_peak_bytes(run, plan, cluster.stack) / _memory_unit_bytes(run)
+
+
+def counted_peak_bytes(run: Run, plan: Plan, software: Stack) -> int:
+    """The predicted peak of the fullest device, of what the run's published one counts."""
+    counts = read_assumptions().of(run).memory_counts
+    return max(int(getattr(parts, counts)) for _, _, _, parts in lane_parts(plan, software))
 
 
 def _memory_unit_bytes(run: Run) -> float:

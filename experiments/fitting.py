@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
-from experiments.fidelity import is_out_of_memory, measured_peak_bytes, unpublished
+from experiments.fidelity import counted_peak_bytes, is_out_of_memory, measured_peak_bytes, unpublished
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
 from experiments.parallel import check_interrupt, in_processes
@@ -58,7 +58,11 @@ MOST_STEPS = 20
 """The most steps of one search."""
 
 MOST_RUNS = 200
-"""The most runs of one stack that a fit looks at; more are drawn by lot. Constants are few, and every run costs time."""
+"""The most runs of one stack that a fit looks at; of more some are drawn, from every source as many as from any other that has
+them. Constants are few, and every run costs time."""
+
+ROUNDS = 2
+"""How often a search goes through all further starts: what one of them finds may open the way for another before it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ TIME_PARAMETERS = (
     Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0, (5e-3,)),
     Parameter("message_s", 0.1, 1e-3, 10.0, 2.0),
     Parameter("tensor_overlap", 0.1, 1e-3, 1.0, 1.5),
+    Parameter("node_collective_scale", 0.9, 0.03, 1.2, 0.4, (0.2,)),
     Parameter("collective_scale", 0.9, 0.03, 1.2, 0.4, (0.2, 0.1)),
     Parameter("overlap_slowdown", 0.05, 1e-3, 1.0, 1.5),
     Parameter("optimizer_traffic", 1.5, 0.5, 20.0, 1.0),
@@ -211,9 +216,7 @@ def fit_stack(task: Task) -> FittedStack:
     found = [modelled(run, known) for run in task.runs]
     usable = [row for row in found if isinstance(row, Modelled)]
     usable = [replace(row, cluster=task.constants.applied(row.cluster)) for row in usable]
-    lot = random.Random(task.seed)
-    if len(usable) > MOST_RUNS:
-        usable = lot.sample(usable, MOST_RUNS)
+    usable = drawn(usable, MOST_RUNS, task.seed)
     timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: instruction_estimate(row.plan))
     small = sum(instruction_estimate(row.plan) <= MOST_INSTRUCTIONS for row in timed)
     timed = timed[: max(small, FEWEST_RUNS)]
@@ -228,6 +231,20 @@ def fit_stack(task: Task) -> FittedStack:
         told.append(f"memory of {weighed} runs{met}")
     source = f"fitted on {'; '.join(told)}" if told else stack.source
     return FittedStack(replace(stack, source=source), factors, count, time_error, weighed, memory_error)
+
+
+def drawn(rows: Sequence[Modelled], most: int, seed: int) -> list[Modelled]:
+    """At most so many of the rows, in their order, by lot: from every source as many as from any other that has them."""
+    by_source: dict[str, list[Modelled]] = {}
+    for row in rows:
+        by_source.setdefault(row.run.source_key, []).append(row)
+    lot, kept, left = random.Random(seed), set[str](), most
+    parts = sorted(by_source.values(), key=len)
+    for n, part in enumerate(parts):
+        share = min(len(part), left // (len(parts) - n))
+        kept |= {row.run.id for row in lot.sample(part, share)}
+        left -= share
+    return [row for row in rows if row.run.id in kept]
 
 
 def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str, float], int, float]:
@@ -286,9 +303,20 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
         return software.message_nodes > 0 and any(len(row.cluster.nodes) >= software.message_nodes for row in staged)
     if name in ("tensor_overlap", "tensor_host_s"):
         return any(len(lane.devices) > plan.context_parallel for plan in plans for _, _, _, lane in islice(plan.replicas(), 1))
+    if name == "node_collective_scale":
+        return any(len(devices) > 1 and _on_one_node(row, devices) for row in rows for devices in _first_lane(row.plan))
     if name == "overlap_slowdown":
         return any(plan.overlap_gradients or plan.zero_stage >= 2 for plan in plans)
     return True
+
+
+def _first_lane(plan: Plan) -> list[tuple[str, ...]]:
+    """The devices of the first lane of a plan."""
+    return [replica.devices for _, _, _, replica in islice(plan.replicas(), 1)]
+
+
+def _on_one_node(row: Modelled, devices: Sequence[str]) -> bool:
+    return len({row.cluster.device(name).node.name for name in devices}) == 1
 
 
 def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, float]:
@@ -313,7 +341,8 @@ def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled
     def errors(values: Any) -> Any:
         check_interrupt()
         changed = constants(values)
-        peaks = np.log([_peak(row.plan, changed) for row in told])
+        counted = [counted_peak_bytes(row.run, row.plan, changed) for row in weighed]
+        peaks = np.log(counted + [_peak(row.plan, changed) for row in (*fitted, *failed)])
         beyond = np.maximum(0.0, sides * (peaks[len(weighed) :] - capacity)) * weights
         return np.concatenate([peaks[: len(weighed)] - logarithms, beyond])
 
@@ -359,12 +388,13 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
         (searched(first, FIRST_STEPS, narrow) for first in (middle, searched(middle, FIRST_STEPS, WIDE_ERROR).x)),
         key=lambda found: float(found.cost),
     )
-    for n, parameter in enumerate(parameters):
-        for start in parameter.further_starts:
-            moved = best.x.copy()
-            moved[n] = math.log(start)
-            other = searched(moved, FIRST_STEPS, narrow)
-            best = other if other.cost < best.cost else best
+    for _ in range(ROUNDS):
+        for n, parameter in enumerate(parameters):
+            for start in parameter.further_starts:
+                moved = best.x.copy()
+                moved[n] = math.log(start)
+                other = searched(moved, FIRST_STEPS, narrow)
+                best = other if other.cost < best.cost else best
     return searched(best.x, MOST_STEPS, narrow).x
 
 

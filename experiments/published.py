@@ -31,6 +31,7 @@ DATA = Path(__file__).with_name("data")
 CUTS = ("even", "ends", "late", "nanotron", "redistribute")
 NODE_RATES = ("nominal", "measured")
 MEMORY_UNITS = {"GB": 1e9, "GiB": 2.0**30}
+MEMORY_COUNTS = ("total", "reserved", "allocated")
 
 NVLINK_DOMAIN = 72
 """GPUs that one NVLink switch joins in GB200 and GB300 NVL72 racks."""
@@ -240,6 +241,8 @@ class Assumption:
     latency_s: float
     step_s: float | None
     memory_unit_bytes: float
+    memory_counts: str
+    """Which property of `sim.cost.memory.MemoryParts` a published peak is."""
     not_modelled: str | None
 
 
@@ -367,6 +370,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         latency_s=table.quantity("latency", "time", zero=True),
         step_s=table.quantity("step", "time", None, zero=True),
         memory_unit_bytes=MEMORY_UNITS[table.choice("memory_unit", MEMORY_UNITS)],
+        memory_counts=table.choice("memory_counts", MEMORY_COUNTS),
         not_modelled=none_or(table.text, "not_modelled"),
     )
     table.close()

@@ -36,7 +36,7 @@ from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network, Transfer, together
 from sim.cost.price import dollars, energy_j
-from sim.cost.traffic import Inner, computing_s, exchange, hidden_shares, inner, message, switch_owners, work
+from sim.cost.traffic import Inner, computing_s, exchange, hidden_shares, inner, inner_scale, message, switch_owners, work
 from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan, lane_instructions, lanes_of
@@ -826,7 +826,7 @@ class _Timed:
             beside_s = self.sharing * network.busiest_s(taken.beside) + taken.beside.latency_s
             return taken.seconds, beside_s, self.sharing * network.busiest_s(taken.after), taken.after.latency_s
         group, wire_s, latency_s = self.alone
-        wire_s /= cost.stack.collective_scale
+        wire_s /= inner_scale(network, cost.stack, self.inner[group])
         alone_s = wire_s + latency_s
         overlapped, hidden = hidden_shares(
             cost, lane, instruction, alone_s if group == TENSOR else 0.0, alone_s if group == CONTEXT else 0.0

@@ -80,6 +80,16 @@ class MemoryParts:
         """All parts together."""
         return sum(vars(self).values())
 
+    @property
+    def allocated(self) -> int:
+        """What tensors take: all but what the allocator reserves beyond them, and what it knows nothing of."""
+        return self.reserved - self.reserve
+
+    @property
+    def reserved(self) -> int:
+        """What the allocator holds, which knows nothing of the CUDA context and of communicators."""
+        return self.total - self.context
+
 
 # --- Who holds what --------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Network:
         self.links: list[Link] = []
         self._by_name: dict[str, int] = {}
         self._paths: dict[tuple[str, str], Path] = {}
+        self._cards: set[int] = set()
+        """The links of NICs, one of which every path between nodes crosses on each side."""
         self._overrides: Mapping[str, LinkOverride] = {link.name: link for link in cluster.link_overrides}
         known = link_names(cluster) if self._overrides else set()
         for name in self._overrides:
@@ -218,7 +220,9 @@ class Network:
             # TCP over a card made for RDMA fills it sooner than RDMA would.
             weight = 1.0 if protocol == nic.kind else efficiency(nic.kind) / efficiency("tcp")
         name = f"{node.name}/{card}>fabric" if outward else f"fabric>{node.name}/{card}"
-        return self._link(name, rate), weight
+        link = self._link(name, rate)
+        self._cards.add(link)
+        return link, weight
 
     def _to_nic(self, device: Device) -> list[int]:
         """The PCIe links from a GPU to its NIC, which hangs under the switch of the first GPU that it serves."""
@@ -261,6 +265,10 @@ class Network:
     def seconds_by_link(self, transfer: Transfer) -> dict[int, float]:
         """Seconds that the bytes of a transfer take on each of its links."""
         return {link: num_bytes / self.links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads}
+
+    def crosses_nodes(self, transfer: Transfer) -> bool:
+        """Whether any byte of a transfer goes from one node to another."""
+        return any(link in self._cards for link, _ in transfer.loads)
 
     def node_number(self, name: str) -> int:
         """The place of a node in the cluster file."""

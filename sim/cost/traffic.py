@@ -83,7 +83,7 @@ def work(
     transfers = known if known is not None else inner(network, cost, lane, instruction)
     if isinstance(instruction, OptimizerStep) or not any(transfers):
         return Work(seconds)
-    tensor, context, expert = (_slowed(transfer, cost.stack) for transfer in transfers)
+    tensor, context, expert = (_slowed(transfer, inner_scale(network, cost.stack, transfer)) for transfer in transfers)
     overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
     after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
@@ -216,7 +216,7 @@ def exchange(
         share_bytes = experts * element_bytes / degree
         same = [groups[e::degree] for e in range(degree)]
         found = together([found, at_once([_exchanged(network, plan, reduce, holding, share_bytes) for holding in same])])
-    return _slowed(found, stack)
+    return _slowed(found, stack.collective_scale)
 
 
 def _exchanged(network: Network, plan: Plan, reduce: bool, groups: Groups, num_bytes: float) -> Transfer:
@@ -247,11 +247,18 @@ def _sharding(plan: Plan, groups: Groups) -> list[Groups]:
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 
-def _slowed(transfer: Transfer, stack: Stack) -> Transfer:
-    """A collective at the rate that the stack's collectives reach in training; its bytes take so much more of each link."""
-    if stack.collective_scale == 1:
+def inner_scale(network: Network, stack: Stack, transfer: Transfer) -> float:
+    """The rate of collectives inside a forward or backward per rate that they reach alone."""
+    if stack.node_collective_scale == stack.collective_scale or network.crosses_nodes(transfer):
+        return stack.collective_scale
+    return stack.node_collective_scale
+
+
+def _slowed(transfer: Transfer, scale: float) -> Transfer:
+    """A collective at `scale` times the rate that it reaches alone; its bytes take so much more of each link."""
+    if scale == 1:
         return transfer
-    loads = tuple((link, num_bytes / stack.collective_scale) for link, num_bytes in transfer.loads)
+    loads = tuple((link, num_bytes / scale) for link, num_bytes in transfer.loads)
     return replace(transfer, loads=loads)
 
 

@@ -52,8 +52,10 @@ class Stack:
     """The fewest nodes on which messages do; 0: they never do."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
+    node_collective_scale: float = 1.0
+    """Rate of its collectives inside forwards and backwards among GPUs of one node per rate that they reach alone."""
     collective_scale: float = 1.0
-    """Rate of its collectives in a training step per rate that they reach alone."""
+    """The same of all its other collectives: those across nodes, and the exchanges of gradients and parameters."""
     overlap_slowdown: float = 0.0
     """How much longer computation takes while gradients or parameters are on their way beside it, as a fraction."""
     optimizer_traffic: float = 1.0
@@ -98,6 +100,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "message_s": (0.0, 100.0),
     "message_nodes": (0.0, 1e6),
     "tensor_overlap": (0.0, 1.0),
+    "node_collective_scale": _SCALE,
     "collective_scale": _SCALE,
     "overlap_slowdown": (0.0, 10.0),
     "optimizer_traffic": _SCALE,

@@ -51,6 +51,7 @@ software = st.builds(
     tensor_host_s=times,
     micro_batch_s=times,
     tensor_overlap=st.just(0.0) | fractions,
+    node_collective_scale=scales,
     collective_scale=scales,
     overlap_slowdown=st.just(0.0) | four_digits(1e-6, 10.0),
     optimizer_traffic=scales,

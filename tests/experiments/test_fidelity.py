@@ -38,7 +38,7 @@ from experiments.fidelity import (
 )
 from experiments.plots import ParityPoint, plot_parity
 from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
-from sim.cost.memory import peak_bytes
+from sim.cost.memory import lane_parts, peak_bytes
 from sim.cost.network import Network
 from sim.spec.cluster import Cluster
 from sim.spec.gpu import CONSTANTS, efficiencies
@@ -228,9 +228,9 @@ def test_a_run_is_compared_in_its_time_and_its_memory() -> None:
     assert memory.predicted == pytest.approx(max(peak_bytes(world.plan, world.cluster).values()) / 1e9)
 
 
-def test_memory_is_in_gib_where_the_notes_of_the_rows_say_so() -> None:
+def test_memory_is_in_gib_where_the_notes_of_the_rows_or_the_code_that_logged_it_say_so() -> None:
     rows = [run for run in read_runs(fidelity.PUBLISHED) if run.peak_mem_gb]
-    said = {run.source_key for run in rows if "GiB" in (run.notes or "")}
+    said = {run.source_key for run in rows if "GiB" in (run.notes or "")} | {"ultrascale"}
     assert {"torchtitan", "sailor_het", "sailor_gh", "simumax_b200"} <= said
     for run in rows:
         unit = 2.0**30 if run.source_key in said else 1e9
@@ -240,6 +240,20 @@ def test_memory_is_in_gib_where_the_notes_of_the_rows_say_so() -> None:
     assert isinstance(world, Modelled)
     (memory,) = [found for found in predict(run) if found.quantity == MEMORY]
     assert memory.predicted == pytest.approx(max(peak_bytes(world.plan, world.cluster).values()) / 2**30)
+
+
+@pytest.mark.parametrize(("source", "without"), [("ultrascale", ("context",)), ("simumax_b200", ("context", "reserve"))])
+def test_a_peak_that_the_allocator_counted_is_compared_without_what_it_does_not_know(
+    source: str, without: tuple[str, ...]
+) -> None:
+    run = next(run for run in read_runs(fidelity.PUBLISHED) if run.source_key == source and run.peak_mem_gb)
+    world = modelled(run, read_assumptions())
+    assert isinstance(world, Modelled)
+    lanes = [parts for _, _, _, parts in lane_parts(world.plan, world.cluster.stack)]
+    known = max(sum(size for part, size in vars(parts).items() if part not in without) for parts in lanes)
+    (memory,) = [found for found in predict(run) if found.quantity == MEMORY]
+    assert memory.predicted == pytest.approx(known / 2**30)
+    assert known < max(peak_bytes(world.plan, world.cluster).values())
 
 
 def test_where_no_time_is_published_the_first_rate_is_compared() -> None:

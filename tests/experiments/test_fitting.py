@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from experiments.fitting import (
     TIME_PARAMETERS,
     FittedStack,
     Task,
+    drawn,
     fit_stack,
     split,
 )
@@ -64,6 +66,14 @@ def test_by_nodes_whole_sizes_are_held_out_and_by_source_whole_sources() -> None
     calibration, held = split(runs, 0.5, 0, "source")
     assert {len({run.source_key for run in part}) for part in (calibration, held)} == {1}
     assert len(calibration) + len(held) == len(runs)
+
+
+def test_of_many_runs_every_source_has_as_many_as_any_other_that_has_them() -> None:
+    rows = [SimpleNamespace(run=run) for run in of_sources(a=50, b=8, c=30)]
+    found = drawn(rows, 40, 0)  # type: ignore[arg-type]
+    assert Counter(row.run.source_key for row in found) == {"a": 16, "b": 8, "c": 16}
+    assert found == [row for row in rows if row in found]
+    assert drawn(rows, 88, 0) == drawn(rows, 200, 0) == rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])

@@ -173,6 +173,32 @@ def test_collectives_at_half_their_rate_take_twice_the_seconds_but_for_the_laten
     assert (half.latency_s, half.num_bytes) == (full.latency_s, full.num_bytes)
 
 
+@pytest.mark.parametrize(("tensor_ranks", "inside"), [("n0/0 n0/1", True), ("n0/0 n1/0", False), ("n0/0 n0/1 n1/0 n1/1", False)])
+def test_collectives_inside_a_layer_have_a_rate_of_their_own_where_their_ranks_share_a_node(
+    tensor_ranks: str, inside: bool
+) -> None:
+    given, cluster = plan([tensor_ranks]), world(2, 2, latency_s=1.0)
+    network, lane, wires_s = Network(cluster), compile_plan(given).lanes[0], {}
+    for node_scale, scale in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.25)):
+        stack = Stack("slow", node_collective_scale=node_scale, collective_scale=scale)
+        found = work(network, ComputeCost(given, cluster, stack=stack), lane, Forward(0, (0, LAYERS)))
+        wires_s[node_scale, scale] = network.alone_s(found.after) - found.after.latency_s
+        # The estimate takes them another way than the simulation does.
+        told = replace(cluster, stack=stack)
+        assert Estimate(given, told).iteration_s() == pytest.approx(simulate(given, told).iteration_s, rel=1e-9)
+    alone_s = wires_s[1.0, 1.0]
+    assert wires_s[0.5, 1.0] == pytest.approx(alone_s * (2 if inside else 1))
+    assert wires_s[1.0, 0.25] == pytest.approx(alone_s * (1 if inside else 4))
+
+
+def test_exchanges_of_gradients_have_the_other_rate_on_one_node_too() -> None:
+    given, cluster = plan(["n0/0"], ["n0/1"]), world(1, 2)
+    members, reduction = compile_plan(given).lanes, ReduceGradients((0, LAYERS))
+    network = Network(cluster)
+    full = exchange(network, given, reduction, members)
+    assert exchange(network, given, reduction, members, Stack("slow", node_collective_scale=0.5)) == full
+
+
 # --- A host that is slower than the GPU ------------------------------------------------------------------------------
 
 
@@ -260,6 +286,7 @@ SLOW_HOST = Stack(
     gradient_bytes=8.0,
     loss_traffic=2.0,
     tensor_overlap=0.2,
+    node_collective_scale=0.5,
     collective_scale=0.7,
     overlap_slowdown=0.1,
     optimizer_traffic=2.0,
@@ -295,6 +322,7 @@ stacks = st.builds(
     micro_batch_s=st.sampled_from((0.0, 1e-4)),
     gradient_bytes=st.sampled_from((0.0, 8.0)),
     tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
+    node_collective_scale=st.sampled_from((0.25, 1.0)),
     collective_scale=st.sampled_from((0.5, 1.0)),
     overlap_slowdown=st.sampled_from((0.0, 0.2)),
 )
