@@ -177,7 +177,7 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith(("tensor", "message")):  # of which these runs say nothing
+        if not parameter.name.startswith(("tensor", "message", "node")):  # of which these runs say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 
@@ -192,10 +192,12 @@ def test_one_wild_run_moves_little() -> None:
 
 
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
-    # Without tensor ranks: their overlap, and what the host takes for each of them.
+    # Without tensor ranks: their overlap, their rate, and what the host takes for each of them.
     start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
+    start = replace(start, node_collective_scale=0.3)
     found = fitted(timed(start), start).stack
     assert (found.tensor_overlap, found.tensor_host_s, found.message_s) == (0.7, 3e-6, 2.0)
+    assert found.node_collective_scale == 0.3
     assert not found.flash_attention and found.context_bytes == start.context_bytes
     # Without runs: everything.
     nothing = fitted([], replace(start, source="as it was"))
@@ -208,6 +210,15 @@ def test_the_overlap_of_tensor_collectives_is_found_where_there_are_some() -> No
     true = replace(USUAL, tensor_overlap=0.6)
     found = fitted(timed(true, shapes))
     assert found.stack.tensor_overlap == pytest.approx(0.6, rel=0.15) and found.time_error < 0.01
+
+
+@pytest.mark.parametrize(("node_scale", "scale"), [(1.1, 0.3), (0.3, 0.9)])
+def test_the_rates_of_collectives_inside_a_node_and_across_are_told_apart(node_scale: float, scale: float) -> None:
+    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (2, 4, 8, 16, 32) for batch in (4, 16)]
+    true = replace(USUAL, node_collective_scale=node_scale, collective_scale=scale)
+    found = fitted(timed(true, shapes))
+    assert found.stack.node_collective_scale == pytest.approx(node_scale, rel=0.15)
+    assert found.stack.collective_scale == pytest.approx(scale, rel=0.15) and found.time_error < 0.01
 
 
 def test_the_rate_of_kinds_without_micro_benchmarks_is_found() -> None:
