@@ -7,7 +7,7 @@ Against the memory allocated in runs of Megatron-LM, that is without
 context and reserve: within 5.1 % (median 1.3 %) of eleven runs of SimuMax on B200, and within 2.4 % of three of four runs of
 the vocabulary-parallelism study (23 % too low for a vocabulary of 262,144). Of 141 runs by Aleph Alpha on A100, which went
 well, one is said not to fit (with gradients in bf16), and of 281 that ran out of memory, many without fused kernels, 183.
-nanotron holds more: 28 % (median of 568 runs) is missing here, for it keeps gradients in bf16 beside those in fp32, and about
+nanotron holds more: 25 % (median of 584 runs) is missing here, for it keeps gradients in bf16 beside those in fp32, and about
 half as much again of activations.
 """
 
