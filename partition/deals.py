@@ -25,7 +25,10 @@ from sim.spec.job import Job
 MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "eager-1f1b")
 
-KICKS, KICKED = 50, 4
+MOST_CUT = 60
+"""Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
+
+KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
 
 Devices: TypeAlias = tuple[str, ...]
@@ -171,15 +174,16 @@ class Deals:
         late: Callable[[], bool],
         judged_s: Callable[[Deal], float] | None = None,
     ) -> tuple[float, Deal]:
-        """The deal that no single change improves to which changes that do lead, in random order, and its score.
+        """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
+        All changes of one choice are tried, and some of those that cut a row, which are many. With `judged_s`, which may be slow,
+        a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
 
-        def better(changes: Sequence[Deal]) -> tuple[float, float, Deal] | None:
-            """The first of some changes, in random order, that helps; None where none does, or it is late."""
-            for i in rng.permutation(len(changes)):
+        def better(changes: Sequence[Deal], most: int | None = None) -> tuple[float, float, Deal] | None:
+            """The first of so many of these changes, in random order, that helps; None where none does, or it is late."""
+            for i in rng.permutation(len(changes))[:most]:
                 if late():
                     return None
                 changed_s = score_s(changes[i])
@@ -189,7 +193,7 @@ class Deals:
                         return changed_s, judged, changes[i]
             return None
 
-        while (found := better(list(self.near(deal))) or better(list(self.cut(deal)))) is not None:
+        while (found := better(list(self.near(deal))) or better(list(self.cut(deal)), MOST_CUT)) is not None:
             seconds, by_judge_s, deal = found
         return seconds, deal
 
@@ -197,7 +201,7 @@ class Deals:
         """The deal after a few random changes that leave it feasible; as it is where none do."""
         for _ in range(KICKS):
             made = deal
-            for _ in range(2 + int(rng.integers(KICKED - 1))):
+            for _ in range(1 + int(rng.integers(KICKED))):
                 neighbours = list(self.near(made) if rng.random() < 0.5 else self.cut(made)) or list(self.near(made))
                 made = neighbours[int(rng.integers(len(neighbours)))]
             if score_s(made) < math.inf:

@@ -62,7 +62,7 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.15, 0.45, 0.48, 0.5, 0.7, 0.82, 0.92
+PARTITIONED, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.5, 0.52, 0.54, 0.7, 0.82, 0.92
 """The shares of the budget after which the graph partition, deals, starts, other settings, annealing, tuning and the judging of
 finalists end; the rest is for changes of the best."""
 
@@ -73,8 +73,9 @@ the best; it gives up where so many one after the other find nothing better."""
 KICKED_RANKS = (0, 0, 1, 2)
 """The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn."""
 
-WORTH = 1.1
-"""A descent whose end is by its score at most so many times the best one's is judged."""
+QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
+"""A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
+one's is judged, if that is quick, and if it is not."""
 
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
@@ -180,7 +181,6 @@ class _Hunt:
         found, self.partitioned = beside(self.partition_graph, self.begin_deals, self.search.check_budget)
         for entry in found:
             self._keep(*entry)
-        self.judge_best()
         self.deal()
 
     def start(self) -> None:
@@ -232,8 +232,8 @@ class _Hunt:
     def descend(self, task: tuple[Sequence[Deal], list[int], float]) -> list[tuple[Plan, Verdict, Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
 
-        Estimates err where transfers meet, and a descent finds where they do. So every second process has the judge confirm each
-        change, once it has descended from its own deals; the first time from the best as it is.
+        Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
+        the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
         """
         firsts, seed, most_s = task
         until_s = self.search.elapsed_s + most_s
@@ -254,13 +254,18 @@ class _Hunt:
             self._end(verdict.iteration_s, deal)
             return verdict.iteration_s
 
+        def quick(deal: Deal) -> bool:
+            return simulation_work(self._drafted(deal)[0]) <= QUICK_WORK
+
+        def judge_end(seconds: float, deal: Deal) -> None:
+            nonlocal least_s
+            if seconds < math.inf and not late() and seconds < least_s * (WORTH if quick(deal) else SLOW_WORTH):
+                least_s = min(least_s, seconds)
+                judged_s(deal)
+
         with suppress(BudgetSpent):  # what it has found counts
             for deal in firsts:
-                seconds, end = self.deals.descended(deal, self.deal_s, rng, late)
-                if seconds < WORTH * least_s and not late():
-                    least_s = min(least_s, seconds)
-                    judged_s(end)
-            confirmed = seed[-1] % 2 == 1
+                judge_end(*self.deals.descended(deal, self.deal_s, rng, late))
             best_s, since = math.inf, 0
             for number in range(MORE_DEALS if self.ends else 0):
                 since = 0 if self.ends[0][0] < best_s else since + 1
@@ -268,12 +273,13 @@ class _Hunt:
                 if late() or since > PATIENCE:
                     break
                 begin = self.ends[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(self.ends) - 1)][1]
+                confirmed = seed[-1] % 2 == 1 and quick(begin)
                 if number or not confirmed:
                     begin = self.deals.kicked(begin, self.deal_s, rng)
-                seconds, end = self.deals.descended(begin, self.deal_s, rng, late, judged_s if confirmed else None)
-                if seconds < WORTH * least_s and not late() and not confirmed:
-                    least_s = min(least_s, seconds)
-                    judged_s(end)
+                if confirmed:
+                    self.deals.descended(begin, self.deal_s, rng, late, judged_s)
+                else:
+                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late))
         return found
 
     def _end(self, judged_s: float, deal: Deal) -> None:
@@ -369,9 +375,16 @@ class _Hunt:
 
     def draft_s(self, draft: Draft, settings: Settings) -> float:
         """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit."""
-        if self.estimates is not None:
-            return self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
-        return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
+        if self.estimates is None:
+            return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
+        if settings.zero_stage == 0 and len(draft) > 1:
+            # All-reduces may go along trees, which only the slow estimates follow: a hundred times as long.
+            if not self.room.fits(draft, settings):
+                return math.inf
+            scattered = replace(settings, zero_stage=1)
+            ratio = self.pricing.price_s(draft, settings) / self.pricing.price_s(draft, scattered)
+            return ratio * self.draft_s(draft, scattered)
+        return self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
         shape = self._shape(layout)
@@ -774,13 +787,8 @@ class _Hunt:
         least = sorted(ranked, key=lambda entry: simulation_work(entry[2]))
         self.judged([(draft, layout.settings) for _, layout, draft in (quick or least)[:1]])
 
-    def judge_best(self) -> None:
-        """Has the best layout so far judged, so that a search whose budget ends in the middle has an answer."""
-        self.judged([(draft, layout.settings) for _, layout, draft in self.ranked()[:1]])
-
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
-        self.judge_best()
         self.load(self._left_s(TUNED))
         ranked = [(draft, layout.settings) for _, layout, draft in self.ranked()[:FINALISTS]]
         drafts = [

@@ -137,8 +137,9 @@ DONE, MISSING, FULL = range(3)
 LEAST_SHARE = 0.03
 """The least share of a link's capacity at which a transfer is seen to use it."""
 
-ATTEMPTS, MANY_EDGES = 3, 32
-"""How often pipelines are followed where messages meet; where there are more pairs of neighbours than this, twice."""
+ATTEMPTS, FEWER_ATTEMPTS, MANY_EDGES, SETTLED = 5, 3, 32, 1e-3
+"""How often pipelines are followed at most where messages meet, and where there are more pairs of neighbours than so many; they
+are followed no more where no message takes longer or shorter than before by this fraction."""
 
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
@@ -625,7 +626,7 @@ def _meet(
 ) -> bool:
     """How many times longer messages take for meeting others on their links, as far as some stretches of time show.
 
-    Whether any do. A message that meets others is on its way longer by what the meeting takes from it at max-min rates.
+    Whether that has changed. A message that meets others is on its way longer by what the meeting takes from it at max-min rates.
     """
     edges, links = len(flow_at) - 1, len(users) - 1
     most, end_s = 1, 0.0
@@ -646,7 +647,6 @@ def _meet(
     inside, turn_s = np.zeros(widest, np.bool_), np.empty(widest)
     lost_s, worst_s, busy_s, total_s = np.empty(widest), np.zeros(2 * edges), np.zeros(2 * edges), np.zeros(2 * edges)
     whole = STRETCHES * stretch_s >= end_s
-    any_met = False
     for stretch in range(1 if whole else STRETCHES):
         from_s = 0.0 if whole else end_s * (stretch + 1) / (STRETCHES + 1) - stretch_s / 2
         to_s = end_s if whole else from_s + stretch_s
@@ -680,7 +680,6 @@ def _meet(
                     for i in range(count):
                         if inside[i] and shares[i] > level:
                             lost_s[i] += (next_s - now_s) * (1 - level / shares[i] if again else shares[i] / level - 1)
-                            any_met = True
                 now_s = next_s
                 if chosen < 0:
                     break
@@ -706,11 +705,14 @@ def _meet(
                 seen[number] = True
         for number in range(2 * edges):
             total_s[number] += worst_s[number]
+    changed = False
     for number in range(2 * edges):
         way, e = number % 2, number // 2
         slow = total_s[number] / busy_s[number] if busy_s[number] > 0 else 0.0
-        slowed[way, e] = 1 / max(1 - slow, 0.01) if again else 1 + slow
-    return any_met
+        longer = 1 / max(1 - slow, 0.01) if again else 1 + slow
+        changed = changed or abs(longer - slowed[way, e]) > SETTLED * slowed[way, e]
+        slowed[way, e] = longer
+    return changed
 
 
 # --- Exchanges -------------------------------------------------------------------------------------------------------
@@ -1106,7 +1108,7 @@ def evaluate(
     part_end, back_end = np.empty(part_at[count]), np.empty(count)
     sent_s, slowed = np.empty((2, flow_at[edges])), np.ones((2, 2 * count))
     longer_s = wire_s
-    attempts = ATTEMPTS if edges <= MANY_EDGES else 2
+    attempts = ATTEMPTS if edges <= MANY_EDGES else FEWER_ATTEMPTS
     for attempt in range(attempts):
         begin = 0
         for p in range(len(pipelines)):
