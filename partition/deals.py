@@ -131,13 +131,19 @@ class Deals:
     # --- Changes ---
 
     def near(self, deal: Deal) -> Iterator[Deal]:
-        """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines."""
+        """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines.
+
+        Where a row that is left out would stand makes no difference; it may take the place of another one.
+        """
         rows, settings = deal.rows, deal.settings
         for i, row in enumerate(rows):
             for degree in (0, *self._degrees(row.nodes)):
                 if degree != row.degree:
                     yield replace(deal, rows=(*rows[:i], Row(row.nodes, degree), *rows[i + 1 :]))
-            yield from _placed(deal, (*rows[:i], *rows[i + 1 :]), row, (i,))
+            if row.degree:
+                yield from _placed(deal, (*rows[:i], *rows[i + 1 :]), row, (i,))
+            else:
+                yield from self._instead(deal, (*rows[:i], *rows[i + 1 :]), row.nodes)
         if len(rows) > 2:
             yield replace(deal, rows=rows[::-1])
         yield replace(deal, by_node=not deal.by_node)
@@ -156,6 +162,8 @@ class Deals:
         for i, row in enumerate(rows):
             for one, other in row.parts(deal.pipelines):
                 stays = self._row(other, row.degree)
+                if not row.degree:
+                    yield from self._instead(deal, (*rows[:i], stays, *rows[i + 1 :]), one)
                 for degree in (0, *self._degrees(one)):
                     if degree != row.degree:
                         made = Row(one, degree)
@@ -165,6 +173,13 @@ class Deals:
                 if row.degree:
                     moves = self._row(one, row.degree)
                     yield from _placed(deal, (*rows[:i], stays, *rows[i + 1 :]), moves, (i, i + 1))
+
+    def _instead(self, deal: Deal, rest: Sequence[Row], nodes: tuple[Devices, ...]) -> Iterator[Deal]:
+        """The deal in which nodes that are left out stand in the place of a row, which is left out instead."""
+        for at, row in enumerate(rest):
+            if row.degree:
+                taken = self._row(nodes, row.degree)
+                yield replace(deal, rows=(*rest[:at], taken, *rest[at + 1 :], Row(row.nodes, 0)))
 
     def descended(
         self,

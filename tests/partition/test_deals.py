@@ -86,9 +86,22 @@ def test_all_degrees_of_all_rows_in_all_orders_are_near_one_another(world: Clust
             rows = (*deal.rows[:i], Row(row.nodes, degree), *deal.rows[i + 1 :])
             assert degree == row.degree or replace(deal, rows=rows) in near
         for j in range(i + 1, len(deal.rows)):
-            if j == i + 1:  # two neighbours change places
+            if j == i + 1 and row.degree and deal.rows[j].degree:  # two neighbours change places
                 rows = (*deal.rows[:i], deal.rows[j], row, *deal.rows[j + 1 :])
                 assert replace(deal, rows=rows) in near
+
+
+@settings(deadline=None, max_examples=40)
+@given(worlds, st.integers(0, 2**32))
+def test_a_row_that_is_left_out_can_take_the_place_of_any_other(world: Cluster, seed: int) -> None:
+    deals = deals_of(world)
+    deal = a_deal(deals, 2, seed, 3)
+    near = [[(row.nodes, row.degree) for row in changed.rows if row.degree] for changed in deals.near(deal)]
+    used = [(row.nodes, row.degree) for row in deal.rows if row.degree]
+    for out in (row for row in deal.rows if not row.degree):
+        for at, (_, degree) in enumerate(used):
+            taken = max(d for d in degrees(job(), min(map(len, out.nodes))) if d <= degree)
+            assert [*used[:at], (out.nodes, taken), *used[at + 1 :]] in near
 
 
 def scored(seed: int) -> Callable[[Deal], float]:
