@@ -98,7 +98,7 @@ class Deals:
                 yield Deal(rows, pipelines, by_node, 1, Settings("eager-1f1b"))
 
     def layout(self, deal: Deal) -> Layout | None:
-        """The layout of a deal; None where it has pipelines without stages, stages without layers or not enough sequences."""
+        """The layout of a deal; None where pipelines would have no stage, stages no layer, or sequences cannot be divided so."""
         runs: list[list[Devices]] = []
         for row in deal.rows:
             if row.degree:
@@ -107,8 +107,10 @@ class Deals:
         pipelines = tuple(shared_out(runs, deal.pipelines))
         if len(pipelines) < deal.pipelines or max(map(len, pipelines)) > self._job.model.layers:
             return None
-        batch = self._job.global_batch
+        batch, length = self._job.global_batch, self._job.sequence_length
         if batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
+            return None
+        if deal.settings.sequence_parallel and any(row.degree and length % row.degree for row in deal.rows):
             return None
         return Layout(pipelines, deal.micro_batch, deal.settings)
 
@@ -150,7 +152,8 @@ class Deals:
         for size in MICRO_BATCHES:
             if size != deal.micro_batch:
                 yield replace(deal, micro_batch=size)
-        yield replace(deal, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
+        if any(row.degree > 1 for row in rows):
+            yield replace(deal, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
         yield replace(deal, settings=replace(settings, zero_stage=1 - settings.zero_stage))
         for schedule in SCHEDULES:
             if schedule != settings.schedule:
@@ -168,7 +171,7 @@ class Deals:
                     if degree != row.degree:
                         made = Row(one, degree)
                         yield replace(deal, rows=(*rows[:i], made, stays, *rows[i + 1 :]))
-                        if degree:
+                        if degree and row.degree:
                             yield replace(deal, rows=(*rows[:i], stays, made, *rows[i + 1 :]))
                 if row.degree:
                     moves = self._row(one, row.degree)

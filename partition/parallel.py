@@ -71,8 +71,9 @@ def beside(function: Callable[[], Answer], own: Callable[[], None], check: Calla
     `check` and answers are as of `side_by_side`.
     """
     if cores() <= 1:
+        found = function()
         own()
-        return function()
+        return found
     _work.append((lambda _: function(), [None]))
     try:
         with multiprocessing.get_context("fork").Pool(1, _leave_interrupts) as pool:
@@ -81,8 +82,8 @@ def beside(function: Callable[[], Answer], own: Callable[[], None], check: Calla
             while not waiting.ready():
                 waiting.wait(POLL_S)
                 check()
-            found: Answer = waiting.get()
-            return found
+            answer: Answer = waiting.get()
+            return answer
     finally:
         _work.pop()
 

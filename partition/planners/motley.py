@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product, zip_longest
+from multiprocessing import parent_process
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -62,9 +63,9 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.5, 0.52, 0.54, 0.7, 0.82, 0.92
-"""The shares of the budget after which the graph partition, deals, starts, other settings, annealing, tuning and the judging of
-finalists end; the rest is for changes of the best."""
+PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.25, 0.5, 0.52, 0.54, 0.7, 0.82, 0.92
+"""The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
+tuning and the judging of finalists end; the rest is for changes of the best."""
 
 FIRST_DEALS, MORE_DEALS, PATIENCE, DEALERS = 8, 40, 8, 2
 """Descents begin from so many deals of different numbers of pipelines, and in each of so many processes from so many changes of
@@ -107,7 +108,7 @@ Pipes: TypeAlias = list[list[tuple[str, ...]]]
 
 @register("motley")
 def motley(search: Search) -> None:
-    """Anneals layouts under the fast judge, tunes the best of different shapes, and has the finalists judged."""
+    """Descends among deals, anneals layouts, tunes the best of different shapes, and has the finalists judged."""
     nodes = usable_nodes(search)
     if not nodes:
         return
@@ -140,8 +141,8 @@ class _Hunt:
         self.deals = Deals(self.graph, self.job, nodes, self.memory, search.seed)
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
-        self.ends: list[tuple[float, Deal]] = []
-        """The best deals by the judge, one for each number of pipelines."""
+        self.ends: dict[int, tuple[float, Deal]] = {}
+        """By the number of pipelines, the best deal by the judge, and its seconds."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
@@ -159,18 +160,19 @@ class _Hunt:
         self.judge_soon()
         self.load()
         self.begin()
+        self.load()
         self.start()
         self.resettle()
         self.explore()
         self.finish()
 
-    def load(self, wait_s: float = 0.0) -> None:
-        """Takes estimates for prices from now on, where they are there within some seconds; the best have theirs at once."""
+    def load(self, wait_s: float = 0.0, most: int = WALKS) -> None:
+        """Takes estimates for prices from now on, if they are there in some seconds; so many of the best have theirs at once."""
         if self.estimates is not None:
             return
         self.estimates = self.preparation.estimates(wait_s)
         if self.estimates is not None:
-            priced = self.ranked()[:WALKS]
+            priced = self.ranked()[:most]
             for known in (self.known, self.dealt, self.found):
                 known.clear()
             for _, layout, _ in priced:
@@ -211,23 +213,21 @@ class _Hunt:
         """Finds the best start among deals for each number of pipelines."""
         firsts = []
         for number in self._twins(len(self.graph.devices)):
-            scored = [(self.deal_s(start), start) for start in self.deals.starts(number) if not self.late(DEALT)]
+            scored = [(self.deal_s(start), start) for start in self.deals.starts(number) if not self.late(BEGUN)]
             firsts += sorted(scored, key=lambda entry: entry[0])[:1]
         self.firsts = [start for seconds, start in sorted(firsts, key=lambda entry: entry[0]) if seconds < math.inf]
 
     def deal(self) -> None:
         """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
-        turns = -(-DEALERS // cores())
-        tasks = [(self.firsts[n:FIRST_DEALS:DEALERS], [self.search.seed, n], self._left_s(DEALT) / turns) for n in range(DEALERS)]
-        tasks = [task for task in tasks if task[0]]
+        firsts = [self.firsts[n:FIRST_DEALS:DEALERS] for n in range(min(DEALERS, len(self.firsts)))]
         # Only what forecasts may be asked by several processes at once.
         alone = not isinstance(self.search.judge, Forecast)
-        found = map(self.descend, tasks) if alone else side_by_side(self.descend, tasks, self.search.check_budget)
-        for judged in found:
+        turns = len(firsts) if alone else -(-len(firsts) // cores())
+        tasks = [(own, [self.search.seed, n], self._left_s(DEALT) / turns) for n, own in enumerate(firsts)]
+        for judged in map(self.descend, tasks) if alone else side_by_side(self.descend, tasks, self.search.check_budget):
             for plan, verdict, deal in judged:
                 self.search.take(plan, verdict)
-                if isinstance(verdict, Cost):
-                    self._end(verdict.iteration_s, deal)
+                _note_end(self.ends, verdict, deal)
 
     def descend(self, task: tuple[Sequence[Deal], list[int], float]) -> list[tuple[Plan, Verdict, Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
@@ -239,41 +239,41 @@ class _Hunt:
         until_s = self.search.elapsed_s + most_s
         rng = np.random.default_rng(seed)
         found: list[tuple[Plan, Verdict, Deal]] = []
+        ends: dict[int, tuple[float, Deal]] = {}
         least_s = math.inf
+        if parent_process() is not None:
+            self.search.progress = None  # the parent's, with locks of its threads
 
         def late() -> bool:
             return self.search.elapsed_s > until_s
 
         def judged_s(deal: Deal) -> float:
-            draft, settings = self._drafted(deal)
-            plan = make_plan(self.search.cluster, self.job, draft, settings)
+            drafted = self._drafted(deal)
+            if drafted is None:
+                return math.inf
+            plan = make_plan(self.search.cluster, self.job, *drafted)
             verdict = self.search.consider(plan)
             found.append((plan, verdict, deal))
-            if not isinstance(verdict, Cost):
-                return math.inf
-            self._end(verdict.iteration_s, deal)
-            return verdict.iteration_s
-
-        def quick(deal: Deal) -> bool:
-            return simulation_work(self._drafted(deal)[0]) <= QUICK_WORK
+            return _note_end(ends, verdict, deal)
 
         def judge_end(seconds: float, deal: Deal) -> None:
             nonlocal least_s
-            if seconds < math.inf and not late() and seconds < least_s * (WORTH if quick(deal) else SLOW_WORTH):
+            if math.isinf(seconds) or late() or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
+                return
+            if judged_s(deal) < math.inf:
                 least_s = min(least_s, seconds)
-                judged_s(deal)
 
         with suppress(BudgetSpent):  # what it has found counts
             for deal in firsts:
                 judge_end(*self.deals.descended(deal, self.deal_s, rng, late))
             best_s, since = math.inf, 0
-            for number in range(MORE_DEALS if self.ends else 0):
-                since = 0 if self.ends[0][0] < best_s else since + 1
-                best_s = self.ends[0][0]
+            for number in range(MORE_DEALS if ends else 0):
+                ranked = sorted(ends.values(), key=lambda entry: entry[0])
+                best_s, since = ranked[0][0], 0 if ranked[0][0] < best_s else since + 1
                 if late() or since > PATIENCE:
                     break
-                begin = self.ends[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(self.ends) - 1)][1]
-                confirmed = seed[-1] % 2 == 1 and quick(begin)
+                begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(ranked) - 1)][1]
+                confirmed = seed[-1] % 2 == 1 and self._quick(begin)
                 if number or not confirmed:
                     begin = self.deals.kicked(begin, self.deal_s, rng)
                 if confirmed:
@@ -282,31 +282,24 @@ class _Hunt:
                     judge_end(*self.deals.descended(begin, self.deal_s, rng, late))
         return found
 
-    def _end(self, judged_s: float, deal: Deal) -> None:
-        """Takes down where a descent ended, if no deal of as many pipelines is better."""
-        best = {known.pipelines: (seconds, known) for seconds, known in self.ends}
-        if judged_s < best.get(deal.pipelines, (math.inf,))[0]:
-            best[deal.pipelines] = judged_s, deal
-            self.ends = sorted(best.values(), key=lambda entry: entry[0])
+    def _quick(self, deal: Deal) -> bool:
+        """Whether a deal is simulated soon."""
+        drafted = self._drafted(deal)
+        return drafted is not None and simulation_work(drafted[0]) <= QUICK_WORK
 
-    def _drafted(self, deal: Deal) -> tuple[Draft, Settings]:
-        """The draft of a deal that has one, and its settings."""
+    def _drafted(self, deal: Deal) -> tuple[Draft, Settings] | None:
+        """The draft of a deal, and its settings; None where it has none."""
         layout = self.deals.layout(deal)
-        assert layout is not None
-        self.score_s(layout)
-        draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
-        assert draft is not None
-        return draft, layout.settings
+        draft = None if layout is None else self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
+        return None if draft is None else (draft, deal.settings)
 
     def deal_s(self, deal: Deal) -> float:
         """Seconds of an iteration of a deal by its estimate, or by its price; infinite where it cannot run."""
         known = self.dealt.get(deal)
         if known is None:
             self.search.check_budget()
-            layout = self.deals.layout(deal)
-            draft = None if layout is None else self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
-            known = math.inf if draft is None else self.draft_s(draft, deal.settings)
-            self.dealt[deal] = known
+            drafted = self._drafted(deal)
+            known = self.dealt[deal] = math.inf if drafted is None else self.draft_s(*drafted)
         return known
 
     def resettle(self) -> None:
@@ -336,7 +329,7 @@ class _Hunt:
 
     def _promising(self) -> list[Layout]:
         """The best layouts by their prices, and in turn with them the deals that were judged best."""
-        ends = [self.deals.layout(deal) for _, deal in self.ends]
+        ends = [self.deals.layout(deal) for _, deal in sorted(self.ends.values(), key=lambda entry: entry[0])]
         priced = [layout for _, layout, _ in self.ranked()]
         return list(dict.fromkeys(layout for both in zip_longest(ends, priced) for layout in both if layout is not None))
 
@@ -377,7 +370,8 @@ class _Hunt:
         """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit."""
         if self.estimates is None:
             return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
-        if settings.zero_stage == 0 and len(draft) > 1:
+        holders = len(draft) + self.job.model.tied_embeddings * sum(len(pipeline.stages) > 1 for pipeline in draft)
+        if settings.zero_stage == 0 and holders > 1:
             # All-reduces may go along trees, which only the slow estimates follow: a hundred times as long.
             if not self.room.fits(draft, settings):
                 return math.inf
@@ -789,13 +783,10 @@ class _Hunt:
 
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
-        self.load(self._left_s(TUNED))
+        self.load(self._left_s(TUNED), 2 * FINALISTS)
         ranked = [(draft, layout.settings) for _, layout, draft in self.ranked()[:FINALISTS]]
-        drafts = [
-            *(self._drafted(deal) for _, deal in self.ends),
-            *ranked,
-            *self.partitioned,
-        ]
+        ends = [self._drafted(deal) for _, deal in self.ends.values()]
+        drafts = [*(end for end in ends if end is not None), *ranked, *self.partitioned]
         entries = [(self.draft_s(draft, settings), draft, settings) for draft, settings in drafts]
         entries.sort(key=lambda entry: entry[0])
         if self.estimates is not None:  # which tell the schedules apart
@@ -927,6 +918,15 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
+
+
+def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:
+    """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""
+    if not isinstance(verdict, Cost):
+        return math.inf
+    if deal.pipelines not in ends or verdict.iteration_s < ends[deal.pipelines][0]:
+        ends[deal.pipelines] = verdict.iteration_s, deal
+    return verdict.iteration_s
 
 
 def _from_both_ends(things: Sequence[Thing]) -> Iterator[Thing]:

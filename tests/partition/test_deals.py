@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -123,7 +124,8 @@ def scored(seed: int) -> Callable[[Deal], float]:
 def test_a_descent_ends_where_no_neighbour_is_better(world: Cluster, seed: int) -> None:
     deals, score_s = deals_of(world), scored(seed)
     start = a_deal(deals, 2, seed, 1)
-    seconds, deal = deals.descended(start, score_s, np.random.default_rng(seed), lambda: False)
+    with mock.patch("partition.deals.MOST_CUT", 10_000):
+        seconds, deal = deals.descended(start, score_s, np.random.default_rng(seed), lambda: False)
     assert seconds == score_s(deal) <= score_s(start)
     assert seconds <= min(score_s(changed) for changed in [*deals.near(deal), *deals.cut(deal)]) * (1 + 1e-8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from partition.deals import Deal
 from partition.drafts import make_plan, usable_nodes
 from partition.planners.motley import _Hunt
 from partition.search import Search
@@ -22,27 +23,28 @@ def descended() -> _Hunt:
     return hunt
 
 
+def judged_s(hunt: _Hunt, deal: Deal) -> float:
+    """The judge's seconds of a deal, asked for anew."""
+    drafted = hunt._drafted(deal)
+    assert drafted is not None
+    verdict = hunt.search.judge(make_plan(hunt.search.cluster, hunt.search.job, *drafted))
+    return verdict.iteration_s if isinstance(verdict, Cost) else math.inf
+
+
 def test_what_descents_end_at_is_judged_and_told_to_the_search() -> None:
     hunt = descended()
     search = hunt.search
-    assert len({deal.pipelines for _, deal in hunt.ends}) == len(hunt.ends) > 1
-    assert [seconds for seconds, _ in hunt.ends] == sorted(seconds for seconds, _ in hunt.ends)
+    assert len(hunt.ends) > 1
     assert search.best is not None
-    assert search.best[1].iteration_s == hunt.ends[0][0]
+    assert search.best[1].iteration_s == min(seconds for seconds, _ in hunt.ends.values())
     assert search.judged >= len(hunt.ends)
-    for seconds, deal in hunt.ends:
-        draft, settings = hunt._drafted(deal)
-        verdict = search.judge(make_plan(search.cluster, search.job, draft, settings))
-        assert isinstance(verdict, Cost)
-        assert verdict.iteration_s == seconds
+    for pipelines, (seconds, deal) in hunt.ends.items():
+        assert deal.pipelines == pipelines
+        assert judged_s(hunt, deal) == seconds
 
 
 def test_descents_beat_their_starts_and_are_the_same_again() -> None:
     one, again = descended(), descended()
     assert one.ends == again.ends
-    starts = []
-    for start in one.firsts:
-        draft, settings = one._drafted(start)
-        verdict = one.search.judge(make_plan(one.search.cluster, one.search.job, draft, settings))
-        starts.append(verdict.iteration_s if isinstance(verdict, Cost) else math.inf)
-    assert one.ends[0][0] < min(starts)
+    starts = [judged_s(one, start) for start in one.firsts]
+    assert min(seconds for seconds, _ in one.ends.values()) < min(starts)
