@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
 from partition.assembly import Groups
 from partition.drafts import Settings, degrees
 from partition.graph import DeviceGraph
+from partition.pricing import Devices
 from sim.spec.cluster import Node
 from sim.spec.job import Job
 
@@ -30,8 +30,6 @@ MOST_CUT = 60
 
 KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
-
-Devices: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
