@@ -81,6 +81,15 @@ def simulation_work(draft: Draft) -> int:
     return total
 
 
+def unlike(draft: Draft) -> Draft:
+    """One pipeline of each that are built alike: the simulation of a whole draft takes little more work than theirs."""
+    first: dict[object, Pipeline] = {}
+    for pipeline in draft:
+        stages = tuple((part.layers, part.recompute, tuple(len(r.devices) for r in part.replicas)) for part in pipeline.stages)
+        first.setdefault((pipeline.micro_batch, pipeline.micro_batches, stages), pipeline)
+    return tuple(first.values())
+
+
 def usable_nodes(search: Search) -> list[Node]:
     """The nodes whose GPUs have the job's precision. Where none has, the search is told so."""
     found = [node for node in search.cluster.nodes if node.gpu.peak(search.job.precision) is not None]

@@ -3,13 +3,15 @@
 Each lane is a process that executes its instructions in order. Sends and collectives go on beside it. The messages from one
 lane to another, in one direction of the model, follow one another, and so do a lane's collectives, as on communication
 streams; a collective starts when all its members have come to it.
+
+Of pipelines that behave alike (`sim.alike`) one runs, and what it did they did.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,14 +20,12 @@ import simpy
 from simpy.events import EventPriority
 
 from sim.collector import garbage_collector_paused
-from sim.cost.compute import ComputeCost
 from sim.cost.memory import peak_bytes
-from sim.cost.network import Network, Transfer
-from sim.cost.sharing import Route, max_min_rates, routes
-from sim.cost.traffic import exchange, message, switch_owners, work
+from sim.cost.network import Network
+from sim.cost.sharing import Route, max_min_rates
+from sim.prepared import LaneWork, Prepared, Shape, message_key, work_key
 from sim.spec.cluster import Cluster
-from sim.spec.compile import compile_plan
-from sim.spec.plan import LayerRange, Plan
+from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
     BackwardInput,
@@ -45,7 +45,6 @@ from sim.spec.program import (
     Send,
     SendActivation,
     SendGradient,
-    Sequences,
     dependencies,
     dry_run,
 )
@@ -70,10 +69,31 @@ def simulate(
     keep its paths from one plan to the next, and `program`, the plan compiled, where it is simulated often. Raises InputError
     for a plan that cannot be compiled or names unknown devices.
     """
-    program = program if program is not None else compile_plan(plan)
     network = network if network is not None else Network(cluster)
     with garbage_collector_paused():
-        return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter)).trace()
+        return _Run(Prepared(plan, network, _slowdowns(cluster, seed, jitter), program)).trace()
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """One simulated iteration, told of one pipeline for all that behave alike.
+
+    `part` is the trace of the lanes that ran, without links; `like` says of each lane of the plan, in program order, which of
+    these did what it does.
+    """
+
+    part: Trace
+    like: Mapping[str, str]
+    lanes: Mapping[str, tuple[str, ...]]
+    """All lanes to their devices."""
+
+
+def condensed(plan: Plan, network: Network) -> Condensed:
+    """What `simulate` would tell of each lane, without telling it of all. Raises InputError as that does."""
+    with garbage_collector_paused():
+        prepared = Prepared(plan, network)
+        part = _Run(prepared).part()
+    return Condensed(part, prepared.like, {lane.name: lane.devices for lane in prepared.lanes.values()})
 
 
 def _slowdowns(cluster: Cluster, seed: int, jitter: float) -> Mapping[str, float]:
@@ -210,41 +230,23 @@ class _Flows:
 # --- The run ---------------------------------------------------------------------------------------------------------
 
 
-class _Shape:
-    """A transfer that instructions use over and over, its route, and how often it was used."""
-
-    __slots__ = ("route", "transfer", "uses")
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer, self.uses = transfer, 0
-        self.route: Route | None = None
-
-
-@dataclass
-class _Work:
-    """What a compute instruction takes: seconds, and the transfers of its collectives, beside and after it or folded in."""
-
-    seconds: float
-    beside: _Shape | None = None
-    after: _Shape | None = None
-    folded: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its collectives."""
-        return round(sum(shape.transfer.num_bytes for shape in (self.beside, self.after) if shape is not None))
-
-
 @dataclass
 class _LaneState:
-    """A lane while it runs: its work, its messages, its communication stream, and the types that wait for asynchronous ones."""
+    """A lane while it runs: its communication stream, its messages to send, and the types that wait for asynchronous ones."""
 
     lane: Lane
-    work: dict[tuple[type[Instruction], LayerRange | None], _Work]
-    messages: dict[tuple[type[Instruction], str, int, Sequences], _Shape]
+    works: LaneWork
     waiting_types: frozenset[type[Instruction]]
     queue: deque[Collective] = field(default_factory=deque)
     outgoing: dict[tuple[type[Instruction], str], deque[Send]] = field(default_factory=dict)
+
+
+def _state(lane: Lane, works: LaneWork) -> _LaneState:
+    """The state of a lane before it runs. Lane order settles every dependency but those on instructions that do not block."""
+    waiting: set[type[Instruction]] = {OptimizerStep}
+    if lane.split == "all":
+        waiting |= {Forward, Backward, BackwardInput}
+    return _LaneState(lane, works, frozenset(waiting))
 
 
 Key: TypeAlias = tuple[str, Instruction]
@@ -253,12 +255,10 @@ Key: TypeAlias = tuple[str, Instruction]
 class _Run:
     """One simulation: the lanes as simpy processes, and the handlers of all instruction types."""
 
-    def __init__(self, plan: Plan, program: Program, cluster: Cluster, network: Network, slowdowns: Mapping[str, float]) -> None:
-        self.plan, self.program, self.cluster, self.network = plan, program, cluster, network
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.program = prepared, prepared.program
         self.env = simpy.Environment()
         self.spans: list[Span] = []
-        self._shapes: list[_Shape] = []
-        self._folded: list[_Shape] = []
         self._handlers: Mapping[type[Instruction], Callable[[_LaneState, Any], simpy.Event | None]] = {
             Forward: self._compute,
             Backward: self._compute,
@@ -272,100 +272,63 @@ class _Run:
             ReduceGradients: self._collective,
             GatherParameters: self._collective,
         }
-        cost = ComputeCost(plan, cluster)
-        owners = switch_owners(plan, program.lanes, cluster)
-        self._states = {lane.name: self._prepared(lane, cost, owners, slowdowns) for lane in program.lanes}
-        self._exchanges = self._prepared_exchanges()
-        for shape, route in zip(
-            self._shapes, routes([shape.transfer for shape in self._shapes], network.capacities()), strict=True
-        ):
-            shape.route = route
-        self._flows = _Flows(self.env, network.capacities())
+        self._states = {lane.name: _state(lane, prepared.works[lane.name]) for lane in self.program.lanes}
+        self._flows = _Flows(self.env, prepared.network.capacities())
         self._finished: set[Key] = set()
         self._waiters: dict[Key, simpy.Event] = {}
         self._arrived: dict[Collective, int] = {}
         self._under_way: set[Collective] = set()
 
-    # --- Preparation ---
-
-    def _shape(self, transfer: Transfer) -> _Shape:
-        shape = _Shape(transfer)
-        self._shapes.append(shape)
-        return shape
-
-    def _prepared(self, lane: Lane, cost: ComputeCost, owners: set[str], slowdowns: Mapping[str, float]) -> _LaneState:
-        """The lane's state, with the work and the messages of its instructions found beforehand."""
-        slowdown = max(slowdowns.get(device, 1.0) for device in lane.devices)
-        state = _LaneState(lane, {}, {}, frozenset())
-        kinds: set[type[Instruction]] = set()
-        for i in lane.instructions:
-            kinds.add(type(i))
-            if isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
-                work_key = (type(i), None if isinstance(i, OptimizerStep) else i.layers)
-                if work_key not in state.work:
-                    state.work[work_key] = self._work(lane, i, cost, lane.name in owners, slowdown)
-            elif isinstance(i, (SendActivation, SendGradient)):
-                message_key = (type(i), i.peer, i.layer, i.sequences)
-                if message_key not in state.messages:
-                    receiver = self.program.by_name[i.peer]
-                    state.messages[message_key] = self._shape(message(self.network, self.plan, lane, receiver, i))
-        # Lane order settles every dependency but those on instructions that do not block.
-        waiting = {OptimizerStep} | ({Forward, Backward, BackwardInput} if lane.split == "all" else set())
-        state.waiting_types = frozenset(kinds & waiting)
-        return state
-
-    def _work(self, lane: Lane, instruction: Compute | OptimizerStep, cost: ComputeCost, folded: bool, slowdown: float) -> _Work:
-        """Seconds and collectives of one instruction; on an NVLink switch that the lane has to itself, seconds alone."""
-        taken = work(self.network, cost, lane, instruction)
-        taken = replace(taken, seconds=taken.seconds * slowdown)
-        if folded:
-            beside, after = (_Shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
-            self._folded += [shape for shape in (beside, after) if shape is not None]
-            return _Work(taken.alone_s(self.network), beside, after, folded=True)
-        beside, after = (self._shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
-        return _Work(taken.seconds, beside, after)
-
-    def _prepared_exchanges(self) -> dict[Collective, _Shape]:
-        """The transfers of all collectives; those of every micro-batch alike are one shape."""
-        by_form: dict[tuple[type[Collective], LayerRange, tuple[str, ...]], _Shape] = {}
-        exchanges = {}
-        for instruction, members in self.program.members.items():
-            form = (type(instruction), instruction.layers, members)
-            if form not in by_form:
-                lanes = [self.program.by_name[name] for name in members]
-                by_form[form] = self._shape(exchange(self.network, self.plan, instruction, lanes))
-            exchanges[instruction] = by_form[form]
-        return exchanges
-
     # --- Execution ---
 
-    def trace(self) -> Trace:
-        """Runs everything and returns what happened."""
+    def part(self) -> Trace:
+        """Runs everything and returns what happened on the lanes that ran, without the links."""
         for state in self._states.values():
             self.env.process(self._lane(state))
         self.env.run()
         if len(self.spans) != self.program.instruction_count:
             dry_run(self.program)  # raises, and shows where the lanes stand
             raise RuntimeError(f"{self.program.instruction_count - len(self.spans)} instructions were never executed")
-        capacities = self.network.links
-        num_bytes: dict[int, float] = {}
-        for shape in (*self._shapes, *self._folded):
-            for link, load in shape.transfer.loads:
-                num_bytes[link] = num_bytes.get(link, 0.0) + load * shape.uses
-        links = tuple(
-            LinkUse(capacities[link].name, capacities[link].capacity_bytes_per_s, num_bytes[link]) for link in sorted(num_bytes)
-        )
+        prepared = self.prepared
         return Trace(
-            plan=self.plan,
-            cluster=self.cluster.name,
+            plan=prepared.plan,
+            cluster=prepared.network.cluster.name,
             origin="simulated",
             iteration_s=max(span.end_s for span in self.spans),
             lanes={lane.name: lane.devices for lane in self.program.lanes},
             spans=tuple(self.spans),
-            peak_bytes=peak_bytes(self.plan, self.cluster),
-            links=links,
+            peak_bytes=peak_bytes(prepared.plan, prepared.network.cluster),
             versions={"motley": VERSION},
         )
+
+    def trace(self) -> Trace:
+        """Runs everything and returns what happened on all lanes and links."""
+        part, prepared, known = self.part(), self.prepared, self.prepared.network.links
+        links = [
+            LinkUse(known[link].name, known[link].capacity_bytes_per_s, num_bytes)
+            for link, num_bytes in sorted(prepared.link_bytes().items())
+        ]
+        return replace(
+            part,
+            lanes={lane.name: lane.devices for lane in prepared.lanes.values()},
+            spans=tuple(self._all_spans()),
+            links=tuple(links),
+        )
+
+    def _all_spans(self) -> Iterator[Span]:
+        """The spans of all lanes: after each of those that ran, its equals of the lanes that are like it."""
+        prepared = self.prepared
+        others: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
+        for name, first in prepared.like.items():
+            if name != first:
+                others.setdefault(first, []).append((name, prepared.peers(first, name)))
+        for span in self.spans:
+            yield span
+            for name, peers in others.get(span.lane, ()):
+                instruction = span.instruction
+                if isinstance(instruction, (SendActivation, RecvActivation, SendGradient, RecvGradient)):
+                    instruction = replace(instruction, peer=peers[instruction.peer])
+                yield span._replace(lane=name, instruction=instruction)
 
     def _lane(self, state: _LaneState) -> Generator[simpy.Event, object, None]:
         """The process of one lane: its instructions in order, each after what it waits for."""
@@ -392,7 +355,7 @@ class _Run:
         if event is not None:
             event.succeed()
 
-    def _start(self, shape: _Shape, arrived: Callback, sent: Callback | None = None) -> None:
+    def _start(self, shape: Shape, arrived: Callback, sent: Callback | None = None) -> None:
         shape.uses += 1
         assert shape.route is not None
         self._flows.start(shape.route, arrived, sent)
@@ -400,13 +363,12 @@ class _Run:
     def _compute(self, state: _LaneState, instruction: Compute | OptimizerStep) -> simpy.Event:
         """Computes; where its collectives share links with others, some beside it, and then waits for those that follow."""
         env, name = self.env, state.lane.name
-        taken = state.work[type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers]
+        taken = state.works.work[work_key(instruction)]
         start_s, num_bytes = env.now, taken.num_bytes
         computed = env.timeout(taken.seconds)
         if taken.folded or (taken.beside is None and taken.after is None):
-            for shape in (taken.beside, taken.after):
-                if shape is not None:
-                    shape.uses += 1
+            for shape in taken.shapes:
+                shape.uses += 1
             self.spans.append(Span(name, instruction, start_s, start_s + taken.seconds, num_bytes))
             return computed
         finished = env.event()
@@ -440,7 +402,7 @@ class _Run:
     def _start_message(self, state: _LaneState, queue: deque[Send]) -> None:
         """Starts the first message of a queue."""
         env, name, instruction = self.env, state.lane.name, queue[0]
-        shape = state.messages[type(instruction), instruction.peer, instruction.layer, instruction.sequences]
+        shape = state.works.messages[message_key(instruction)]
         start_s = env.now
 
         def arrived() -> None:
@@ -480,10 +442,10 @@ class _Run:
         if any(self._states[member].queue[0] != instruction for member in members):
             return
         self._under_way.add(instruction)
-        env, shape, start_s = self.env, self._exchanges[instruction], self.env.now
+        env, shape, start_s = self.env, self.prepared.exchanges[instruction], self.env.now
 
         def end() -> None:
-            share = round(shape.transfer.num_bytes / len(members))
+            share = round(shape.transfer.num_bytes / self.prepared.members[instruction])
             for member in members:
                 self.spans.append(Span(member, instruction, start_s, env.now, share))
                 self._states[member].queue.popleft()

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sim.cost.price import dollars, energy_j
 from sim.spec.cluster import Cluster, Device
@@ -94,9 +94,16 @@ OPTIONAL = ("iteration_interval_s", "training")
 """What a report's file leaves out where it is None."""
 
 
-def report(trace: Trace, cluster: Cluster, wall_s: float = 0.0, peaks: Mapping[str, float] | None = None) -> Report:
+def report(
+    trace: Trace,
+    cluster: Cluster,
+    wall_s: float = 0.0,
+    peaks: Mapping[str, float] | None = None,
+    lanes: Mapping[str, LaneUse] | None = None,
+) -> Report:
     """The measures of a trace on its cluster.
 
+    `lanes` is what `lane_use` tells of the trace, if it is known; the trace then needs no spans.
     `peaks` overrides the peak FLOP/s of GPU kinds, by name, for comparison with publications that take other peaks; kinds that
     the cluster does not have are passed over. Raises InputError for a device that the cluster does not have, and for a trace
     whose iteration takes no time.
@@ -108,7 +115,7 @@ def report(trace: Trace, cluster: Cluster, wall_s: float = 0.0, peaks: Mapping[s
     used = [cluster.device(name) for name in lane_of]
     peak = _peak_flop_per_s(cluster.devices, plan.precision, peaks)
     flop = model_flop(plan.transformer, plan.global_batch, plan.sequence_length)
-    lanes = lane_use(trace)
+    lanes = lane_use(trace) if lanes is None else lanes
     devices = tuple(
         DeviceUse(device.name, lane, *lanes[lane])
         if (lane := lane_of.get(device.name)) is not None
@@ -242,7 +249,11 @@ def _utilisation(flop: int, iteration_s: float, peak_flop_per_s: float) -> float
 # --- Time ------------------------------------------------------------------------------------------------------------
 
 
-def lane_use(trace: Trace) -> dict[str, tuple[float, float, float]]:
+LaneUse: TypeAlias = tuple[float, float, float]
+"""Seconds of work, of communication that work does not hide, and of neither."""
+
+
+def lane_use(trace: Trace) -> dict[str, LaneUse]:
     """Each lane's seconds of work, of communication that work does not hide, and of neither; they sum to the iteration.
 
     Of a wait for a message only the part in which the message is under way is communication; before, the lane is idle.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.cost.feasibility import infeasible
 from sim.cost.network import Network
-from sim.engine import simulate
-from sim.metrics import cost, report
+from sim.engine import condensed
+from sim.metrics import cost, lane_use, report
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
 from sim.spec.judge import Forecast, Infeasible, Verdict
@@ -14,7 +16,10 @@ from sim.spec.reading import InputError
 
 
 def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Forecast:
-    """The judge that simulates plans of one job on one cluster. Raises InputError for the plan of another job."""
+    """The judge that simulates plans of one job on one cluster; without jitter there is nothing to draw with `seed`.
+
+    Raises InputError for the plan of another job.
+    """
     network = Network(cluster)  # its paths serve every plan
 
     def judge(plan: Plan) -> Verdict:
@@ -23,6 +28,9 @@ def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Forecast:
         reason = infeasible(plan, cluster)
         if isinstance(reason, Infeasible):
             return reason
-        return cost(report(simulate(plan, cluster, seed=seed, network=network), cluster))
+        found = condensed(plan, network)
+        uses = lane_use(found.part)
+        lanes = {lane: uses[first] for lane, first in found.like.items()}
+        return cost(report(replace(found.part, lanes=found.lanes), cluster, lanes=lanes))
 
     return Forecast(judge)

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sim.cost.compute import TensorCollective
+from sim.cost.network import Network
+from sim.engine import _Run
+from sim.prepared import Prepared
 from sim.spec.cluster import PROTOCOLS, Cluster, Fabric, Intra, Nic, Node
 from sim.spec.gpu import Efficiency, GpuKind, gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
 from sim.spec.stack import Stack
+from sim.spec.trace import Trace
 from sim.spec.transformer import Transformer
 
 LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
@@ -104,3 +108,8 @@ class GivenCost:
     def collectives(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[TensorCollective, ...]:
         """None."""
         return ()
+
+
+def simulate_every_lane(plan: Plan, cluster: Cluster) -> Trace:
+    """The simulation in which each lane runs, also those that others could stand for."""
+    return _Run(Prepared(plan, Network(cluster), condense=False)).trace()

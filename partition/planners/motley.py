@@ -35,7 +35,19 @@ import numpy as np
 
 from partition.assembly import Assembly
 from partition.deals import MICRO_BATCHES, SCHEDULES, Deal, Deals, Layout, shared_out
-from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, simulation_work, stage, usable_nodes
+from partition.drafts import (
+    SLACK,
+    Draft,
+    Settings,
+    degrees,
+    fits_heads,
+    make_plan,
+    reject,
+    simulation_work,
+    stage,
+    unlike,
+    usable_nodes,
+)
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
 from partition.parallel import beside, cores, side_by_side
@@ -77,6 +89,9 @@ KICKED_RANKS = (0, 0, 1, 2)
 QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
 one's is judged, if that is quick, and if it is not."""
+
+LANE_WORK = 40
+"""Work of finding out what a lane takes, as `simulation_work` counts it."""
 
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
@@ -285,7 +300,7 @@ class _Hunt:
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
         drafted = self._drafted(deal)
-        return drafted is not None and simulation_work(drafted[0]) <= QUICK_WORK
+        return drafted is not None and _work(drafted[0]) <= QUICK_WORK
 
     def _drafted(self, deal: Deal) -> tuple[Draft, Settings] | None:
         """The draft of a deal, and its settings; None where it has none."""
@@ -777,8 +792,8 @@ class _Hunt:
     def judge_soon(self) -> None:
         """Has the best layout so far judged of those that are simulated soon."""
         ranked = self.ranked()
-        quick = [entry for entry in ranked if simulation_work(entry[2]) <= FIRST_WORK]
-        least = sorted(ranked, key=lambda entry: simulation_work(entry[2]))
+        quick = [entry for entry in ranked if _work(entry[2]) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: _work(entry[2]))
         self.judged([(draft, layout.settings) for _, layout, draft in (quick or least)[:1]])
 
     def finish(self) -> None:
@@ -918,6 +933,11 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
+
+
+def _work(draft: Draft) -> int:
+    """How much work the simulation of a draft is, which runs one of the pipelines that behave alike."""
+    return simulation_work(unlike(draft)) + LANE_WORK * sum(len(pipeline.stages) for pipeline in draft)
 
 
 def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:

@@ -29,12 +29,24 @@ class Route:
     latency_s: float
 
 
-def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[Route]:
+def slowest_bytes(transfer: Transfer, capacities: Sequence[float]) -> float:
+    """The bytes of a transfer on its slowest link."""
+    longest_s = max((num_bytes / capacities[link] for link, num_bytes in transfer.loads), default=0.0)
+    # Of links that are equally slow the one with most bytes; nearly equal counts as equal, so that rounding cannot choose.
+    nearly_s = longest_s * (1 - 1e-9)
+    return max((num_bytes for link, num_bytes in transfer.loads if num_bytes / capacities[link] >= nearly_s), default=0.0)
+
+
+def routes(transfers: Sequence[Transfer], capacities: Sequence[float], sizes_bytes: Sequence[float] | None = None) -> list[Route]:
     """The routes of all transfers that can be under way together, without the links that can never decide a rate.
 
     A link is left out where another one is at least as heavily loaded by every transfer, in parts of its capacity: the
-    rates that the other allows, it allows too, so that the result stays exactly the same.
+    rates that the other allows, it allows too, so that the result stays exactly the same. A transfer may stand for several
+    that are alike and under way at the same times; its loads are then of all of them, and `sizes_bytes`, for each transfer,
+    what one of them has on its own slowest link.
     """
+    if sizes_bytes is None:
+        sizes_bytes = [slowest_bytes(transfer, capacities) for transfer in transfers]
     by_link: dict[int, dict[int, float]] = {}
     for t, transfer in enumerate(transfers):
         for link, num_bytes in transfer.loads:
@@ -66,9 +78,7 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[R
     useful = {link for link in kept if len(by_link[link]) > 1} | single_slowest
     result = []
     for t, transfer in enumerate(transfers):
-        # Of links that are equally slow the one with most bytes; nearly equal counts as equal, so that rounding cannot choose.
-        slowest = heaviest[t] * (1 - 1e-9)
-        size = max((num_bytes for link, num_bytes in transfer.loads if by_link[link][t] >= slowest), default=0.0)
+        size = sizes_bytes[t]
         shares = tuple((link, num_bytes / size) for link, num_bytes in transfer.loads if link in useful)
         alone = size / heaviest[t] if heaviest[t] else float("inf")
         result.append(Route(shares, size, alone, transfer.latency_s))

@@ -59,13 +59,19 @@ Inner: TypeAlias = tuple[Transfer, Transfer, Transfer]
 """The transfers inside one instruction, of tensor ranks, context ranks and experts, at the rate that they reach alone."""
 
 
-def inner(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> Inner:
-    """The transfers inside one instruction of a lane, whatever the constants of kinds and stack."""
-    found = cost.collectives(lane, instruction)
-    tensor, context, expert = (
-        together(_inside(network, cost, lane, one) for one in found if one.group == group) if found else NOTHING
-        for group in ("tensor", "context", "expert")
-    )
+def inner(
+    network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep, like: Lane | None = None
+) -> Inner:
+    """The transfers inside one instruction of a lane, whatever the constants of kinds and stack.
+
+    `like`: a lane built as this one, on other devices, that was asked before.
+    """
+    found: dict[str, list[Transfer]] = {}
+    for one in cost.collectives(like or lane, instruction):
+        found.setdefault(one.group, []).append(_inside(network, cost, lane, one))
+    if not found:
+        return NOTHING, NOTHING, NOTHING
+    tensor, context, expert = (together(found[group]) if group in found else NOTHING for group in ("tensor", "context", "expert"))
     return tensor, context, expert
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sim.critical
-import sim.engine
+import sim.prepared
 from experiments.explain import Effect, Explanation, explain, link_class, one_more, with_one_more
 from sim.cost.network import link_names
 from sim.engine import simulate
@@ -41,7 +41,7 @@ def two_stages(**changes: object) -> Plan:
 def test_twice_as_fast_cards_halve_what_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:
     # The slow stage works 18 s; the first message and the last gradient take 1 s each beside 3 s of the other stage.
     cost = GivenCost({"n0/0": 1.0, "n1/0": 3.0}, {"n0/0": 2.0, "n1/0": 6.0})
-    for module in (sim.engine, sim.critical):
+    for module in (sim.prepared, sim.critical):
         monkeypatch.setattr(module, "ComputeCost", cost)
     told = explain(two_stages(), ethernet_cluster([1, 1], 8.0))
     assert told.trace.iteration_s == 23

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 import sim.critical
-import sim.engine
+import sim.prepared
 from sim.cost.compute import ComputeCost
 from sim.critical import COMPUTE, INSIDE, LATENCY, LINK, MESSAGE, RECOMPUTE, REDUCTION, WAITING, CriticalPath, critical_path
 from sim.engine import simulate
@@ -34,7 +34,7 @@ def devices_take(monkeypatch: pytest.MonkeyPatch) -> Taking:
     def fix(**forward_s: float) -> None:
         by_device = {f"{node}/{index}": seconds for node, seconds in forward_s.items() for index in range(2)}
         cost = GivenCost(by_device, {name: 2 * seconds for name, seconds in by_device.items()})
-        monkeypatch.setattr(sim.engine, "ComputeCost", cost)
+        monkeypatch.setattr(sim.prepared, "ComputeCost", cost)
         monkeypatch.setattr(sim.critical, "ComputeCost", cost)
 
     return fix

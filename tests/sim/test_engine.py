@@ -14,12 +14,13 @@ import simpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import sim.engine
+import sim.prepared
 from sim.cost.feasibility import infeasible
 from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, routes
 from sim.engine import _Flows, _Run, simulate
 from sim.metrics import report
+from sim.prepared import Prepared, message_key, work_key
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.counts import total_parameters
@@ -58,7 +59,7 @@ def every_device_takes(monkeypatch: pytest.MonkeyPatch) -> Given:
     def fix(forward_s: float, backward_s: float) -> None:
         names = [f"n{i}/{j}" for i in range(10) for j in range(10)]
         cost = GivenCost(dict.fromkeys(names, forward_s), dict.fromkeys(names, backward_s))
-        monkeypatch.setattr(sim.engine, "ComputeCost", cost)
+        monkeypatch.setattr(sim.prepared, "ComputeCost", cost)
 
     return fix
 
@@ -83,7 +84,7 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, depth: int, mi
     names = {f"n{i}/0" for i in range(6)}
     cluster = ethernet_cluster([1] * max(depth, 2), bytes_per_s=1e30)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
+        patch.setattr(sim.prepared, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
         trace = simulate(plan([one_layer_pipeline(depth)], micro_batches, schedule=schedule), cluster)
     # Huang et al. (2019), Narayanan et al. (2021): the bubble is (p-1)/(m+p-1) of the iteration.
     assert trace.iteration_s == pytest.approx((micro_batches + depth - 1) * (f + b), rel=1e-12)
@@ -120,7 +121,7 @@ def test_eager_1f1b_hides_messages_that_1f1b_waits_for(latency_s: float, every_d
 def test_interleaved_has_a_bubble_of_p_minus_1_over_v_m(depth: int, chunks: int, groups: int, f: float, b: float) -> None:
     names = {f"n{i}/0" for i in range(5)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
+        patch.setattr(sim.prepared, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
         given_plan = plan([looped("interleaved", depth, chunks)], groups * depth, schedule="interleaved")
         trace = simulate(given_plan, ethernet_cluster([1] * max(depth, 2), 1e30))
     # Narayanan et al. (2021), section 2.2.2: (p - 1) / v forwards and backwards of a whole stage.
@@ -134,7 +135,7 @@ def test_zero_bubble_schedules_have_the_bubbles_of_their_paper(depth: int, f: fl
     cost = GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, i), weight_s=w)
     cluster, work_s = ethernet_cluster([1] * max(depth, 2), 1e30), micro_batches * (f + i + w)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim.engine, "ComputeCost", cost)
+        patch.setattr(sim.prepared, "ComputeCost", cost)
         one = simulate(plan([looped("zb-1p", depth, 1)], micro_batches, schedule="zb-1p"), cluster)
         two = simulate(plan([looped("zb-2p", depth, 1)], micro_batches, schedule="zb-2p"), cluster)
     # Qi et al. (2024), table 2, for W <= F <= I; a stage's iteration is from its first work to its last.
@@ -204,7 +205,7 @@ def test_unequal_stages_follow_the_timeline_drawn_by_hand(monkeypatch: pytest.Mo
     # p0s0     F0 F1 .  .  .  B0    F2 .     B1    .     B2
     # p0s1     .  F0    B0    F1 B1          F2 B2
     cost = GivenCost({"n0/0": 1.0, "n1/0": 2.0}, {"n0/0": 2.0, "n1/0": 4.0})
-    monkeypatch.setattr(sim.engine, "ComputeCost", cost)
+    monkeypatch.setattr(sim.prepared, "ComputeCost", cost)
     trace = simulate(plan([one_layer_pipeline(2)], 3), ethernet_cluster([1, 1], 1e30))
     assert drawn(trace, "p0s0") == [
         ("F0[0:1]", 0, 1),
@@ -358,7 +359,7 @@ def test_the_simulator_covers_every_instruction_type(every_device_takes: Given) 
     every_device_takes(1.0, 1.0)
     cluster = ethernet_cluster([1], 1.0)
     given_plan = plan([[stage("n0/0", (0, 1))]], 1)
-    run = _Run(given_plan, compile_plan(given_plan), cluster, Network(cluster), {})
+    run = _Run(Prepared(given_plan, Network(cluster)))
     assert set(run._handlers) == set(INSTRUCTIONS)
 
 
@@ -496,23 +497,20 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
             busy[s.lane] = busy.get(s.lane, 0.0) + s.end_s - s.start_s
     assert max(busy.values()) <= trace.iteration_s * (1 + 1e-9)
     # Serially: every instruction and transfer after the other, nothing shared.
-    program = compile_plan(given_plan)
-    run = _Run(given_plan, program, cluster, network, {})
-    serial = 0.0
+    prepared = Prepared(given_plan, network, condense=False)
+    program, serial = prepared.program, 0.0
     for lane in program.lanes:
-        state = run._states[lane.name]
+        works = prepared.works[lane.name]
         for i in lane.instructions:
-            if isinstance(i, Compute):
-                work = state.work[type(i), i.layers]
-            elif isinstance(i, OptimizerStep):
-                work = state.work[OptimizerStep, None]
+            if isinstance(i, (Compute, OptimizerStep)):
+                work = works.work[work_key(i)]
             elif isinstance(i, (SendActivation, SendGradient)):
-                serial += network.alone_s(state.messages[type(i), i.peer, i.layer, i.sequences].transfer)
+                serial += network.alone_s(works.messages[message_key(i)].transfer)
                 continue
             else:
                 continue
-            serial += work.seconds + sum(network.alone_s(shape.transfer) for shape in (work.beside, work.after) if shape)
-    serial += sum(network.alone_s(run._exchanges[collective].transfer) for collective in program.members)
+            serial += work.seconds + sum(network.alone_s(shape.transfer) for shape in work.shapes)
+    serial += sum(network.alone_s(shape.transfer) for shape in prepared.exchanges.values())
     assert trace.iteration_s <= serial * (1 + 1e-9)
 
 
@@ -588,7 +586,7 @@ def test_a_program_that_deadlocks_ends_with_the_grid_of_where_its_lanes_stand(ev
     receives_first = sorted(first.instructions, key=lambda i: not isinstance(i, RecvGradient))
     stuck = replace(program, lanes=(replace(first, instructions=tuple(receives_first)), *program.lanes[1:]))
     with pytest.raises(InputError, match=r"deadlock: 2 of 2 lanes cannot go on(.|\n)*<-- here, waits for p0s1 SG0@1>p0s0"):
-        _Run(given_plan, stuck, cluster, Network(cluster), {}).trace()
+        _Run(Prepared(given_plan, Network(cluster), program=stuck)).trace()
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from sim.spec.stack import Stack
 from sim.spec.transformer import Moe, Transformer
 from tests.sim.cost.test_estimate import Watched
 from tests.strategies import worlds
-from tests.worlds import ethernet_cluster
+from tests.worlds import ethernet_cluster, simulate_every_lane
 
 RATE = 1e9
 LAYERS, HIDDEN, TOKENS = 4, 64, 32
@@ -333,7 +333,7 @@ def test_where_nothing_is_contended_the_estimate_is_the_simulation_on_any_stack(
     cluster, chosen = replace(known[0], stack=any_), known[1]
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(patch)
-        simulated_s = simulate(chosen, cluster).iteration_s
+        simulated_s = simulate_every_lane(chosen, cluster).iteration_s
     if not watched.contended:
         assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulated_s, rel=1e-9)
 
