@@ -23,7 +23,7 @@ from sim.spec.cluster import Node
 from sim.spec.job import Job
 
 MICRO_BATCHES = (1, 2, 4, 8)
-SCHEDULES = ("1f1b", "eager-1f1b")
+SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p")
 
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""

@@ -522,7 +522,7 @@ def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequenc
         return forward[0] + backward[0]
     # From stage i to stage j so many micro-batches are under way at once; what one of them takes there and back is the total
     # up to j less that before i.
-    each = 2 if schedule == "eager-1f1b" else 1
+    each = 2 if schedule in ("eager-1f1b", "zb-2p") else 1
     if len(forward) <= FEW_STAGES:
         begins, ends, total_s = [], [], 0.0
         for there_s, back_s, wait_s in zip(forward, backward, (0.0, *waits), strict=True):

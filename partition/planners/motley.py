@@ -109,6 +109,9 @@ TUNINGS, POLISHED = 60, 200
 TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
 
+FIRST_SCHEDULES = ("1f1b", "eager-1f1b")
+"""Those that starts have; the others come with changes of these."""
+
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
 
@@ -443,7 +446,7 @@ class _Hunt:
                     continue
                 pipes = tuple([pipe for team in grouped for pipe in shared_out(team, twins)])
                 if all(len(pipe) <= self.job.model.layers for pipe in pipes):
-                    for size, schedule in product(sizes, SCHEDULES):
+                    for size, schedule in product(sizes, FIRST_SCHEDULES):
                         if len(pipes) * size <= self.job.global_batch:
                             yield Layout(pipes, size, Settings(schedule))
 

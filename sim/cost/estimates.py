@@ -54,9 +54,9 @@ from sim.spec.counts import (
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Verdict
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
-from sim.spec.program import Backward, Forward, Lane, OptimizerStep
+from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, Lane, OptimizerStep
 from sim.spec.reading import InputError
-from sim.spec.schedules import in_flight
+from sim.spec.schedules import SCHEDULES, in_flight
 
 MOST_STEPS = 2_000_000
 """Forwards of one plan that are followed one by one; of longer schedules `Estimate` follows a part."""
@@ -64,7 +64,7 @@ MOST_STEPS = 2_000_000
 ASKED_AT_ONCE = 4096
 """Paths that the compiled arithmetic can miss before it is told."""
 
-WARM_UP = {"gpipe": 0, "1f1b": 1, "eager-1f1b": 2}
+WARM_UP = {"gpipe": 0, "1f1b": 1, "eager-1f1b": 2, "zb-1p": 1, "zb-2p": 2}
 """The schedules that are followed, and the forwards of their warm-up for each stage that follows; 0: all."""
 
 UNKNOWN = -2
@@ -82,7 +82,9 @@ MOST_ALONES = 256
 MOST_PIPELINES = 2**16
 """Of so many pipelines the rows of numbers are kept; then all are forgotten."""
 
-Pass: TypeAlias = Forward | Backward
+Pass: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+RECOMPUTING = (Backward, BackwardInput)
+"""Passes before which what was not kept is computed again."""
 
 _End: TypeAlias = tuple[int, tuple[tuple[int, float], ...], float, float]
 """A device and the links of a path that it decides, with their weights; latency of the path, and of a step over it."""
@@ -94,8 +96,8 @@ class Estimates:
     Where nothing is contended they are those of `Estimate`, and so of the simulation, to 1e-9. Where messages meet they are
     slowed by what some stretches of time show them to lose, and where exchanges of gradients or parameters meet their rates are
     followed; what messages, exchanges and the collectives inside stages take from one another is left out. Memory is that of
-    `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, eager 1F1B or GPipe; ZeRO 1, or no gradients to
-    exchange; neither context nor expert parallelism nor offloading) are handed to `Estimate`.
+    `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, eager 1F1B, GPipe, ZB-1p or ZB-2p; ZeRO 1, or no
+    gradients to exchange; neither context nor expert parallelism nor offloading) are handed to `Estimate`.
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
@@ -531,6 +533,7 @@ class _Settings:
             and not stack.blocking_messages
         )
         self._schedule, self._zero_stage = plan.schedule, plan.zero_stage
+        self._halves = SCHEDULES[plan.schedule].splits_backward
         self._sequence_length = plan.sequence_length if plan.sequence_parallel else 0
         self._overlap, self._model = plan.overlap_gradients, model
         self._per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(model)))
@@ -555,6 +558,7 @@ class _Settings:
             per_bucket=self._per_bucket,
             sequence_parallel=plan.sequence_parallel,
             warm_up=WARM_UP.get(plan.schedule, 0),
+            halves=self._halves,
             overlap=plan.overlap_gradients,
             gathers=plan.zero_stage >= 1,
             tied=model.tied_embeddings,
@@ -570,7 +574,7 @@ class _Settings:
         self._pipelines: dict[bool, dict[int, tuple[Pipeline, array[int] | None]]] = {True: {}, False: {}}
         """Of pipelines that have been met, by their identity (they are kept so that it stays theirs): the rows of their lanes."""
         self._even_shards: dict[int, NDArray[np.float64]] = {}
-        self._part_first, self._part_s = _Column(np.int64, [0]), _Column(np.float64)
+        self._part_first, self._part_s, self._input_s = _Column(np.int64, [0]), _Column(np.float64), _Column(np.float64)
         self._step_first, self._steps = _Column(np.int64, [0]), _Column(np.float64, width=2)
         self._tables: Any = None
         self._tables_groups = 0
@@ -593,6 +597,7 @@ class _Settings:
                 self._step_first.values,
                 self._part_first.values,
                 self._part_s.values,
+                self._input_s.values,
                 groups.first.values,
                 groups.devices.values,
                 groups.capacity_bytes.values,
@@ -773,7 +778,8 @@ class _Settings:
             logits, logits_gradient = logits_bytes(rules, shape) if head else (0, 0)
             row = [
                 self._whole_s(look, Forward),
-                self._whole_s(look, Backward),
+                self._whole_s(look, BackwardInput if self._halves else Backward),
+                self._whole_s(look, BackwardWeight) if self._halves else 0.0,
                 parts.parameters + parts.gradients + parts.working + parts.buffers,
                 parts.activations,
                 logits,
@@ -803,21 +809,21 @@ class _Settings:
     # --- Seconds ---
 
     def _whole_s(self, look: _Look, kind: type[Pass]) -> float:
-        """Seconds of a forward or backward of all layers of a stage.
+        """Seconds of a forward or backward, or of a half of one, of all layers of a stage.
 
         Of one mode they are a convex function of the layers and of those recomputed in full: maxima of sums that grow in
         proportion. Where it is on a plane at its corners and somewhere inside, it is that plane and is not asked again.
         """
         if not self._convex or self._model.layers < 4 or look.layers == 0 or look.ends == 3:
             return self._work_s(look, kind, (0, look.layers))
-        selective = kind is Backward and look.selective > 0
+        selective = kind in RECOMPUTING and look.selective > 0
         key = look.alike, look.share, look.ends, kind, selective
         if key not in self._planes:
             self._planes[key] = self._plane(look, kind, selective)
         plane = self._planes[key]
         if plane is None:
             return self._work_s(look, kind, (0, look.layers))
-        full = look.full if kind is Backward else 0
+        full = look.full if kind in RECOMPUTING else 0
         return plane[0] + look.layers * plane[1] + full * plane[2]
 
     def _plane(self, look: _Look, kind: type[Pass], selective: bool) -> tuple[float, float, float] | None:
@@ -830,7 +836,7 @@ class _Settings:
         n = self._model.layers
         least, most = seconds(1, 0), seconds(n, 0)
         each = (most - least) / (n - 1)
-        again = 0.0 if kind is Forward or selective else (seconds(n, n) - most) / n
+        again = 0.0 if kind not in RECOMPUTING or selective else (seconds(n, n) - most) / n
         half = n // 2
         for layers, full in ((half, 0), (half, half // 2), (1, 1)):
             if full and not again:
@@ -841,12 +847,12 @@ class _Settings:
         return least - each, each, again
 
     def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange) -> float:
-        """Seconds of a forward or backward of some of a stage's layers, given from its first one on, with its collectives.
+        """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives.
 
         They are alone on their links. What `ComputeCost.shape` says decides them is the key under which they are kept.
         """
         a, b = part
-        inside = (0, 0) if kind is Forward else (b - a if look.selective else 0, max(0, min(b, look.full) - a))
+        inside = (b - a if look.selective else 0, max(0, min(b, look.full) - a)) if kind in RECOMPUTING else (0, 0)
         embedding, head, beside = look.ends & 1 and a == 0, look.ends & 2 and b == look.layers, b < look.layers
         key = (look.alike, look.share, look.ends == 3, kind, b - a, inside, embedding, head, a == 0, beside)
         seconds = self._works.get(key)
@@ -905,18 +911,24 @@ class _Settings:
         look = self._seen[number]
         found = self._parts.get((look, parts))
         if found is None:
-            known: dict[object, float] = {}  # most layers are alike
-            seconds = []
-            for a, b in parts:
-                key = b - a, min(max(look.full - a, 0), b - a), a == 0, b == look.layers
-                if key not in known:
-                    known[key] = self._work_s(look, Backward, (a, b))
-                seconds.append(known[key])
-            self._part_s.extend(seconds)
+            last = self._each_part_s(look, parts, BackwardWeight if self._halves else Backward)
+            self._part_s.extend(last)
+            self._input_s.extend([sum(self._each_part_s(look, parts, BackwardInput)) if self._halves else 0.0])
             self._part_first.extend([len(self._part_s)])
             self._tables = None
             found = self._parts[look, parts] = len(self._part_first) - 2
         return found
+
+    def _each_part_s(self, look: _Look, parts: tuple[LayerRange, ...], kind: type[Pass]) -> list[float]:
+        """Seconds of each part of a stage's last backward, or of a half of it."""
+        known: dict[object, float] = {}  # most layers are alike
+        seconds = []
+        for a, b in parts:
+            key = b - a, min(max(look.full - a, 0), b - a), a == 0, b == look.layers
+            if key not in known:
+                known[key] = self._work_s(look, kind, (a, b))
+            seconds.append(known[key])
+        return seconds
 
 
 def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int) -> Lane:

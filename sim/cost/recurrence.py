@@ -79,7 +79,9 @@ class Tables(NamedTuple):
     part_first: Ints
     """Of each list of parts: its first entry in `part_s`; the next list's is its end."""
     part_s: Floats
-    """Seconds of the parts of the last micro-batch's backward, the last layers first."""
+    """Seconds of the parts of the last micro-batch's backward, or of its weight half, the last layers first."""
+    input_s: Floats
+    """Of each list of parts, seconds of the input half before them, which comes in parts, too; 0 where there are no halves."""
     group_first: Ints
     """Of each tensor-parallel group: its first entry in `device`; the next group's is its end."""
     device: Ints
@@ -89,12 +91,13 @@ class Tables(NamedTuple):
     """[group]: two random numbers."""
 
 
-LOOK_COLUMNS = 14
-FORWARD_S, BACKWARD_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(7)
-PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS = range(7, LOOK_COLUMNS)
-"""Columns of a look: seconds of its passes; bytes that it allocates whatever is in flight, of activations and of logits for each
-micro-batch in flight, of the gradient of logits, and of context and communicators but the gradients'; parameters of a layer, of
-the embedding, of the head and of a tied copy there; layers that recompute selectively, and in full; its list of steps."""
+LOOK_COLUMNS = 15
+FORWARD_S, BACKWARD_S, WEIGHT_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(8)
+PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS = range(8, LOOK_COLUMNS)
+"""Columns of a look: seconds of its passes (of a backward in halves: of its input half, and of its weight half); bytes that it
+allocates whatever is in flight, of activations and of logits for each micro-batch in flight, of the gradient of logits, and of
+context and communicators but the gradients'; parameters of a layer, of the embedding, of the head and of a tied copy there;
+layers that recompute selectively, and in full; its list of steps."""
 
 
 class Sizes(NamedTuple):
@@ -120,6 +123,8 @@ class Sizes(NamedTuple):
     sequence_parallel: bool
     warm_up: int
     """Forwards before the first backward, for each stage that follows; 0: all."""
+    halves: bool
+    """Whether the backward comes in an input half and a weight half."""
     overlap: bool
     gathers: bool
     tied: bool
@@ -511,7 +516,9 @@ def _course(
     look: Floats,
     part_first: Ints,
     part_s: Floats,
+    input_s: Floats,
     eagerness: int,
+    halves: bool,
     lanes: Ints,
     begin: int,
     end: int,
@@ -532,6 +539,7 @@ def _course(
 
     Edges are the pairs of lanes between which messages go, `wire_s[0, e]` and back `wire_s[1, e]`; `sent_s` gets the moments at
     which each message is sent. Lanes take turns, down the pipeline and up again, each as far as what it needs has been sent.
+    Where backwards come in `halves`, so many weight halves are put off to the end as `sim.spec.schedules` says of zero bubble.
     """
     low, high = edge_first[begin], edge_first[end]
     sent = np.zeros((2, high - low), np.int64)
@@ -548,6 +556,7 @@ def _course(
             looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
             forward_s, backward_s = look[looks, FORWARD_S], look[looks, BACKWARD_S]
             warm_up = eagerness * (depth - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
+            weight_s, put_off = look[looks, WEIGHT_S], eagerness * lanes[lane, PLACE] if halves else 0
             time = now[here]
             while behind < micro_batches:
                 # After the warm-up one forward and one backward in turn, as `sim.spec.schedules` says.
@@ -578,16 +587,28 @@ def _course(
                         time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
                     if not ready:
                         break
-                    if parts >= 0 and m == micro_batches - 1:
+                    last = m == micro_batches - 1
+                    if parts >= 0 and last and not halves:
                         for j in range(part_first[parts], part_first[parts + 1]):
                             time += part_s[j]
                             part_end[part_at[lane] + j - part_first[parts]] = time
                     else:
-                        time += backward_s
+                        time += input_s[parts] if parts >= 0 and last else backward_s
+                    sent_now = time
+                    if halves and last:
+                        time += min(put_off, micro_batches - 1) * weight_s
+                        if parts >= 0:
+                            for j in range(part_first[parts], part_first[parts + 1]):
+                                time += part_s[j]
+                                part_end[part_at[lane] + j - part_first[parts]] = time
+                        else:
+                            time += weight_s
+                    elif halves and m >= put_off:
+                        time += weight_s
                     for k in range(entering_first[lane], entering_first[lane + 1]):
                         e = entering[k]
                         flow = flow_at[e] + m
-                        free = time if m == 0 else max(time, sent_s[1, flow - 1])
+                        free = sent_now if m == 0 else max(sent_now, sent_s[1, flow - 1])
                         sent_s[1, flow] = free + wire_s[1, e]
                         sent[1, e - low] = m + 1
                     behind += 1
@@ -1044,6 +1065,7 @@ def evaluate(
         return np.inf, DONE
     # Taken out of their tuples once: a tuple that is passed on has all its arrays counted anew.
     look, part_first, part_s, asked = tables.look, tables.part_first, tables.part_s, world.asked
+    input_s, halves = tables.input_s, sizes.halves
     row_seconds, row_first, row_link, row_share = transfers.seconds, transfers.first, transfers.link, transfers.share
     first_line, line = transfers.first_line, transfers.line
     start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
@@ -1116,7 +1138,9 @@ def evaluate(
                 look,
                 part_first,
                 part_s,
+                input_s,
                 sizes.warm_up,
+                halves,
                 lanes,
                 begin,
                 pipelines[p, 0],
@@ -1145,9 +1169,10 @@ def evaluate(
     for p in range(len(pipelines)):
         for lane in range(begin, pipelines[p, 0]):
             at, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            busy_s[lane] = pipelines[p, 2] * (look[at, FORWARD_S] + look[at, BACKWARD_S]) + step_s[lane]
+            backward_s = look[at, BACKWARD_S] + look[at, WEIGHT_S]
+            busy_s[lane] = pipelines[p, 2] * (look[at, FORWARD_S] + backward_s) + step_s[lane]
             if parts >= 0:
-                busy_s[lane] -= look[at, BACKWARD_S]
+                busy_s[lane] += input_s[parts] - backward_s
                 for k in range(part_first[parts], part_first[parts + 1]):
                     busy_s[lane] += part_s[k]
         begin = pipelines[p, 0]
