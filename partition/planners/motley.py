@@ -5,8 +5,8 @@ the layers under memory limits, what each stage recomputes (`partition.assembly`
 by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents from a start for each number
-       of pipelines, and then from changes of the best, take single changes of the rows' order and degrees while they help. Where
-       they end is judged.
+       of pipelines, and then from changes of the best, take single changes of the rows' order and degrees, of micro-batch and
+       schedule (1F1B, eager 1F1B, zero bubble) while they help. Where they end is judged.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -14,7 +14,7 @@ by their speed. So the search is over layouts alone:
        join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
        to a better one.
     4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
-    5  The finalists are judged by the search's own judge, the zero-bubble schedules among them.
+    5  The finalists are judged by the search's own judge, the best of them with every schedule.
 
 All this goes by estimates (`sim.cost.estimates`); until they are compiled, once on a machine, prices take their place
 (`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal answer.
