@@ -27,8 +27,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product, zip_longest
-from multiprocessing import parent_process
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from partition.deals import MICRO_BATCHES, SCHEDULES, Deal, Deals, Layout, share
 from partition.drafts import SLACK, Draft, Settings, degrees, fits_heads, make_plan, reject, simulation_work, stage, usable_nodes
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
-from partition.parallel import beside, cores, side_by_side
+from partition.parallel import News, beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
@@ -224,14 +224,25 @@ class _Hunt:
         alone = not isinstance(self.search.judge, Forecast)
         turns = len(firsts) if alone else -(-len(firsts) // cores())
         tasks = [(own, [self.search.seed, n], self._left_s(DEALT) / turns) for n, own in enumerate(firsts)]
-        for judged in map(self.descend, tasks) if alone else side_by_side(self.descend, tasks, self.search.check_budget):
-            for plan, verdict, deal in judged:
-                self.search.take(plan, verdict)
-                _note_end(self.ends, verdict, deal)
+        with self.search.ahead() as ahead:
+            news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
 
-    def descend(self, task: tuple[Sequence[Deal], list[int], float]) -> list[tuple[Plan, Verdict, Deal]]:
+            def check() -> None:
+                news.hear()
+                self.search.check_budget()
+
+            descend = partial(self.descend, tell=news.tell)
+            for judged in map(descend, tasks) if alone else side_by_side(descend, tasks, check):
+                for plan, verdict, deal in judged:
+                    self.search.take(plan, verdict)
+                    _note_end(self.ends, verdict, deal)
+
+    def descend(
+        self, task: tuple[Sequence[Deal], list[int], float], tell: Callable[[tuple[Plan, Verdict]], None]
+    ) -> list[tuple[Plan, Verdict, Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
 
+        It tells each verdict as soon as it is known.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
         the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
         """
@@ -241,8 +252,6 @@ class _Hunt:
         found: list[tuple[Plan, Verdict, Deal]] = []
         ends: dict[int, tuple[float, Deal]] = {}
         least_s = math.inf
-        if parent_process() is not None:
-            self.search.progress = None  # the parent's, with locks of its threads
 
         def late() -> bool:
             return self.search.elapsed_s > until_s
@@ -253,6 +262,7 @@ class _Hunt:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
             verdict = self.search.consider(plan)
+            tell((plan, verdict))
             found.append((plan, verdict, deal))
             return _note_end(ends, verdict, deal)
 

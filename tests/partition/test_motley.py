@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from partition.deals import Deal
 from partition.drafts import make_plan, usable_nodes
-from partition.planners.motley import _Hunt
+from partition.planners.motley import DEALT, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
 from sim.spec.judge import Cost
 from tests.partition.small_worlds import SMALL, cluster, job, node
+
+ROOT = Path(__file__).parents[2]
 
 
 def descended() -> _Hunt:
@@ -48,3 +57,46 @@ def test_descents_beat_their_starts_and_are_the_same_again() -> None:
     assert one.ends == again.ends
     starts = [judged_s(one, start) for start in one.firsts]
     assert min(seconds for seconds, _ in one.ends.values()) < min(starts)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import partition
+from partition import parallel
+from sim.spec.cluster import read_cluster
+from sim.spec.job import Job
+from sim.spec.transformer import transformer
+
+parallel.cores = lambda: 2
+told = []
+
+def progress(search):
+    told.append((search.judged, search.best[1].iteration_s))
+    if len(told) == 4:
+        print("judged", flush=True)
+
+cluster = read_cluster(Path("examples/clusters/hexiscale-mixed-b.yaml"))
+result = partition.plan(cluster, Job(transformer("llama-2-13b"), 4096, 256), budget_s=60.0, progress=progress)
+assert result.judged == told[-1][0], told
+assert result.cost.iteration_s == min(seconds for _, seconds in told), told
+print(result.stopped, result.judged >= 4, result.seconds < 60.0 * DEALT)
+""".replace("DEALT", str(DEALT))
+
+
+def test_ctrl_c_during_descents_returns_the_best_that_their_processes_have_judged() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells have ignored in the background
+    )
+    assert process.stdout is not None and process.stdout.readline() == "judged\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors, said) == (0, "", "interrupted True True\n")
+    with pytest.raises(ProcessLookupError):  # none of its processes is left
+        os.killpg(process.pid, 0)
