@@ -24,6 +24,7 @@ from sim.spec.job import Job
 
 MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "eager-1f1b")
+"""The schedules of deals, the one that needs the least memory first."""
 
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
@@ -87,13 +88,13 @@ class Deals:
         self._rows = [tuple(held) for held in alike.values()]
         self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
 
-    def starts(self, pipelines: int) -> Iterator[Deal]:
+    def starts(self, pipelines: int, schedule: str) -> Iterator[Deal]:
         """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow."""
         allowed = [self._degrees(nodes) for nodes in self._rows]
         for degree in sorted({degree for some in allowed for degree in some}):
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
             for by_node in (True, False):
-                yield Deal(rows, pipelines, by_node, 1, Settings("eager-1f1b"))
+                yield Deal(rows, pipelines, by_node, 1, Settings(schedule))
 
     def layout(self, deal: Deal) -> Layout | None:
         """The layout of a deal; None where pipelines would have no stage, stages no layer, or sequences cannot be divided so."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product, zip_longest
@@ -143,6 +143,8 @@ class _Hunt:
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
         """By the number of pipelines, the best deal by the judge, and its seconds."""
+        self.longest = 1, 0.0
+        """The most work of a draft that was judged alone in this process, and the seconds that it took."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
@@ -210,12 +212,17 @@ class _Hunt:
         return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
 
     def begin_deals(self) -> None:
-        """Finds the best start among deals for each number of pipelines."""
-        firsts = []
+        """Finds the best start among deals for each number of pipelines, of the first schedule under which one can run."""
+        firsts: list[tuple[float, Deal]] = []
         for number in self._twins(len(self.graph.devices)):
-            scored = [(self.deal_s(start), start) for start in self.deals.starts(number) if not self.late(BEGUN)]
-            firsts += sorted(scored, key=lambda entry: entry[0])[:1]
-        self.firsts = [start for seconds, start in sorted(firsts, key=lambda entry: entry[0]) if seconds < math.inf]
+            for schedule in reversed(SCHEDULES):
+                starts = self.deals.starts(number, schedule)
+                scored = [(self.deal_s(start), start) for start in starts if not self.late(BEGUN)]
+                best = min(scored, key=lambda entry: entry[0], default=None)
+                if best is not None and best[0] < math.inf:
+                    firsts.append(best)
+                    break
+        self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
 
     def deal(self) -> None:
         """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
@@ -232,17 +239,21 @@ class _Hunt:
                 self.search.check_budget()
 
             descend = partial(self.descend, tell=news.tell)
-            for judged in map(descend, tasks) if alone else side_by_side(descend, tasks, check):
+            for judged, unjudged in map(descend, tasks) if alone else side_by_side(descend, tasks, check):
                 for plan, verdict, deal in judged:
                     self.search.take(plan, verdict)
                     _note_end(self.ends, verdict, deal)
+                for layout in map(self.deals.layout, unjudged):
+                    if layout is not None:
+                        self.score_s(layout)
 
     def descend(
         self, task: tuple[Sequence[Deal], list[int], float], tell: Callable[[tuple[Plan, Verdict]], None]
-    ) -> list[tuple[Plan, Verdict, Deal]]:
+    ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
 
-        It tells each verdict as soon as it is known.
+        It tells each verdict as soon as it is known, and asks for none that would, by those so far, not come in time: the second
+        list has the ends for whose verdicts there was no time.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
         the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
         """
@@ -250,6 +261,7 @@ class _Hunt:
         until_s = self.search.elapsed_s + most_s
         rng = np.random.default_rng(seed)
         found: list[tuple[Plan, Verdict, Deal]] = []
+        unjudged: list[Deal] = []
         ends: dict[int, tuple[float, Deal]] = {}
         least_s = math.inf
 
@@ -258,20 +270,23 @@ class _Hunt:
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None:
+            if drafted is None or self.search.elapsed_s + self._expected_s(drafted[0]) > until_s:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
-            verdict = self.search.consider(plan)
+            with self._clocked(drafted[0]):
+                verdict = self.search.consider(plan)
             tell((plan, verdict))
             found.append((plan, verdict, deal))
             return _note_end(ends, verdict, deal)
 
         def judge_end(seconds: float, deal: Deal) -> None:
             nonlocal least_s
-            if math.isinf(seconds) or late() or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
+            if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
                 return
             if judged_s(deal) < math.inf:
                 least_s = min(least_s, seconds)
+            else:
+                unjudged.append(deal)
 
         with suppress(BudgetSpent):  # what it has found counts
             for deal in firsts:
@@ -290,7 +305,20 @@ class _Hunt:
                     self.deals.descended(begin, self.deal_s, rng, late, judged_s)
                 else:
                     judge_end(*self.deals.descended(begin, self.deal_s, rng, late))
-        return found
+        return found, unjudged
+
+    def _expected_s(self, draft: Draft) -> float:
+        """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
+        work, seconds = self.longest
+        return seconds * simulation_work(draft) / work
+
+    @contextmanager
+    def _clocked(self, draft: Draft) -> Iterator[None]:
+        """Notes how long the judge takes within this for a draft; nothing where that was judged before."""
+        judged, began_s = self.search.judged, self.search.elapsed_s
+        yield
+        if self.search.judged > judged:
+            self.longest = max(self.longest, (simulation_work(draft), self.search.elapsed_s - began_s))
 
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
@@ -789,7 +817,9 @@ class _Hunt:
         ranked = self.ranked()
         quick = [entry for entry in ranked if simulation_work(entry[2]) <= FIRST_WORK]
         least = sorted(ranked, key=lambda entry: simulation_work(entry[2]))
-        self.judged([(draft, layout.settings) for _, layout, draft in (quick or least)[:1]])
+        for _, layout, draft in (quick or least)[:1]:
+            with self._clocked(draft):
+                self.judged([(draft, layout.settings)])
 
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""

@@ -7,16 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from partition.deals import Deal
-from partition.drafts import make_plan, usable_nodes
+from partition.drafts import make_plan, simulation_work, usable_nodes
 from partition.planners.motley import DEALT, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
-from sim.spec.judge import Cost
+from sim.spec.judge import Cost, Verdict
+from sim.spec.plan import Plan
 from tests.partition.small_worlds import SMALL, cluster, job, node
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +61,54 @@ def test_descents_beat_their_starts_and_are_the_same_again() -> None:
     assert one.ends == again.ends
     starts = [judged_s(one, start) for start in one.firsts]
     assert min(seconds for seconds, _ in one.ends.values()) < min(starts)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, expects: bool) -> tuple[_Hunt, float]:
+    """A search that has descended among deals within 10 seconds of a clock that its judge alone moves, and that clock's end."""
+    world, now_s = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4)), 0.0
+    monkeypatch.setattr("partition.search.time", SimpleNamespace(perf_counter=lambda: now_s))
+    forecast = simulation(world, job(SMALL))
+
+    def slow(plan: Plan) -> Verdict:
+        nonlocal now_s
+        now_s += simulation_work(plan.pipelines) * 4e-3
+        return forecast(plan)
+
+    if not expects:
+        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft: 0.0)
+    search = Search(world, job(SMALL), slow)
+    search.narrow(world, 10.0 / DEALT)  # begins by that clock
+    hunt = _Hunt(search, usable_nodes(search))
+    for start in islice(hunt.starts(), 5):
+        hunt.score_s(start)
+    hunt.judge_soon()
+    hunt.begin_deals()
+    hunt.deal()
+    return hunt, now_s
+
+
+def test_descents_ask_for_no_verdict_that_would_come_too_late_and_price_those_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt, ended_s = timed(monkeypatch, expects=True)
+    assert hunt.search.judged > 1
+    assert ended_s <= 10.0
+    with monkeypatch.context() as patched:
+        unaware, overrun_s = timed(patched, expects=False)
+    assert overrun_s > 10.0
+    # What was not judged is among the layouts that the search goes on with.
+    assert {layout for _, layout, _ in hunt.ranked()} - {layout for _, layout, _ in unaware.ranked()}
+
+
+def test_deals_begin_with_1f1b_where_no_other_schedule_fits() -> None:
+    # Eight GPUs of 12 GB that share nothing: eager 1F1B holds twice as many activations.
+    world = cluster(*(node(f"n{n}", "RTX3080Ti", 1) for n in range(8)))
+    work = job(replace(SMALL, name="deep", layers=80), sequence_length=4096, batch=32)
+    search = Search(world, work, simulation(world, work), 0, 60.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    assert all(math.isinf(hunt.deal_s(start)) for n in (1, 2, 4, 8) for start in hunt.deals.starts(n, "eager-1f1b"))
+    hunt.begin_deals()
+    assert [(start.pipelines, start.settings.schedule) for start in hunt.firsts] == [(1, "1f1b")]
+    hunt.deal()
+    assert search.best is not None
 
 
 SCRIPT = """
