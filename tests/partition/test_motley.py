@@ -14,11 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import partition
 from partition.deals import Deal
 from partition.drafts import make_plan, simulation_work, usable_nodes
+from partition.planners.megatron import grids
 from partition.planners.motley import DEALT, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
+from sim.spec.cluster import Cluster
 from sim.spec.judge import Cost, Verdict
 from sim.spec.plan import Plan
 from tests.partition.small_worlds import SMALL, cluster, job, node
@@ -109,6 +112,25 @@ def test_deals_begin_with_1f1b_where_no_other_schedule_fits() -> None:
     assert [(start.pipelines, start.settings.schedule) for start in hunt.firsts] == [(1, "1f1b")]
     hunt.deal()
     assert search.best is not None
+
+
+EQUAL = {
+    "a node with NVLink": cluster(node("a", "A100-80GB-SXM", 8, "nvlink")),
+    "two nodes without": cluster(node("a", "A100-80GB-PCIe", 4), node("b", "A100-80GB-PCIe", 4)),
+}
+
+
+@pytest.mark.parametrize("world", EQUAL.values(), ids=list(EQUAL))
+def test_no_megatron_grid_is_faster_on_equal_gpus(world: Cluster) -> None:
+    work = job(SMALL, sequence_length=2048, batch=32)
+    judge = simulation(world, work)
+    search = Search(world, work, judge)
+    plans = [make_plan(world, work, *grid) for grid in grids(search, usable_nodes(search))]
+    verdicts = [verdict for verdict in map(judge, plans) if isinstance(verdict, Cost)]
+    assert len(verdicts) > 100
+    result = partition.plan(world, work, budget_s=8.0)
+    assert result.cost is not None
+    assert result.cost.iteration_s <= min(verdict.iteration_s for verdict in verdicts) * (1 + 1e-9)
 
 
 SCRIPT = """
