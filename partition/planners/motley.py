@@ -212,12 +212,17 @@ class _Hunt:
         return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
 
     def begin_deals(self) -> None:
-        """Finds the best start among deals for each number of pipelines, of the first schedule under which one can run."""
+        """Finds the best start among deals for each number of pipelines, of the first schedule under which one can run.
+
+        Where there is not time for all numbers, it finds as many as there are processes that descend from them.
+        """
         firsts: list[tuple[float, Deal]] = []
         for number in self._twins(len(self.graph.devices)):
+            if len(firsts) >= DEALERS and self.late(BEGUN):
+                break
             for schedule in reversed(SCHEDULES):
                 starts = self.deals.starts(number, schedule)
-                scored = [(self.deal_s(start), start) for start in starts if not self.late(BEGUN)]
+                scored = [(self.deal_s(start), start) for start in starts]
                 best = min(scored, key=lambda entry: entry[0], default=None)
                 if best is not None and best[0] < math.inf:
                     firsts.append(best)
@@ -230,7 +235,9 @@ class _Hunt:
         # Only what forecasts may be asked by several processes at once.
         alone = not isinstance(self.search.judge, Forecast)
         turns = len(firsts) if alone else -(-len(firsts) // cores())
-        tasks = [(own, [self.search.seed, n], self._left_s(DEALT) / turns) for n, own in enumerate(firsts)]
+        # A verdict is worth more than annealing, whose time it may take.
+        time_s = self._left_s(DEALT) / turns, self._left_s(WALKED) / turns
+        tasks = [(own, [self.search.seed, n], time_s) for n, own in enumerate(firsts)]
         with self.search.ahead() as ahead:
             news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
 
@@ -248,17 +255,17 @@ class _Hunt:
                         self.score_s(layout)
 
     def descend(
-        self, task: tuple[Sequence[Deal], list[int], float], tell: Callable[[tuple[Plan, Verdict]], None]
+        self, task: tuple[Sequence[Deal], list[int], tuple[float, float]], tell: Callable[[tuple[Plan, Verdict]], None]
     ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
 
-        It tells each verdict as soon as it is known, and asks for none that would, by those so far, not come in time: the second
-        list has the ends for whose verdicts there was no time.
+        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come after the second number
+        of seconds: the second list has the ends that are left unjudged so.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
         the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
         """
-        firsts, seed, most_s = task
-        until_s = self.search.elapsed_s + most_s
+        firsts, seed, (most_s, verdicts_s) = task
+        until_s, last_s = self.search.elapsed_s + most_s, self.search.elapsed_s + verdicts_s
         rng = np.random.default_rng(seed)
         found: list[tuple[Plan, Verdict, Deal]] = []
         unjudged: list[Deal] = []
@@ -270,7 +277,7 @@ class _Hunt:
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or self.search.elapsed_s + self._expected_s(drafted[0]) > until_s:
+            if drafted is None or late() or self.search.elapsed_s + self._expected_s(drafted[0]) > last_s:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
             with self._clocked(drafted[0]):
@@ -835,9 +842,10 @@ class _Hunt:
                 for _, draft, settings in entries[:SCHEDULED]
                 for name in FINAL_SCHEDULES
             ]
-            entries += [(self.draft_s(*other), *other) for other in others]
+            entries += [(self.draft_s(*other), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
-        self.judged([(draft, settings) for _, draft, settings in entries[:TOGETHER]])
+        soon = [(draft, settings) for _, draft, settings in entries if self._expected_s(draft) <= self._left_s(1.0)]
+        self.judged(soon[:TOGETHER])
         tuned = side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:

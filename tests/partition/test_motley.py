@@ -18,7 +18,7 @@ import partition
 from partition.deals import Deal
 from partition.drafts import make_plan, simulation_work, usable_nodes
 from partition.planners.megatron import grids
-from partition.planners.motley import DEALT, _Hunt
+from partition.planners.motley import DEALT, WALKED, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
@@ -67,7 +67,7 @@ def test_descents_beat_their_starts_and_are_the_same_again() -> None:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, expects: bool) -> tuple[_Hunt, float]:
-    """A search that has descended among deals within 10 seconds of a clock that its judge alone moves, and that clock's end."""
+    """A search that has descended among deals, by a clock that its judge alone moves: 10 seconds, with annealing's; its end."""
     world, now_s = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4)), 0.0
     monkeypatch.setattr("partition.search.time", SimpleNamespace(perf_counter=lambda: now_s))
     forecast = simulation(world, job(SMALL))
@@ -80,7 +80,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool) -> tuple[_Hunt, float]
     if not expects:
         monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft: 0.0)
     search = Search(world, job(SMALL), slow)
-    search.narrow(world, 10.0 / DEALT)  # begins by that clock
+    search.narrow(world, 10.0 / WALKED)  # begins by that clock
     hunt = _Hunt(search, usable_nodes(search))
     for start in islice(hunt.starts(), 5):
         hunt.score_s(start)
