@@ -231,6 +231,8 @@ class _Hunt:
 
     def deal(self) -> None:
         """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
+        if not self.firsts:
+            return
         firsts = [self.firsts[n:FIRST_DEALS:DEALERS] for n in range(min(DEALERS, len(self.firsts)))]
         # Only what forecasts may be asked by several processes at once.
         alone = not isinstance(self.search.judge, Forecast)
