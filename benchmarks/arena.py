@@ -11,7 +11,6 @@ Searches run one at a time unless `--processes` says otherwise, so that a planne
 from __future__ import annotations
 
 import argparse
-import csv
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+
+from searches import read_rows
 
 from experiments.commands.options import budget_s
 from experiments.comparison import Cell, cell_digest, compare, row, rows_csv
@@ -81,14 +82,6 @@ def _stands(entry: Row, cluster: Cluster, job: Job) -> bool:
         return False
     cell = Cell(cluster, job, entry["planner"], entry["judge"], float(entry["budget_s"]), int(entry["seed"]))
     return bool(cell_digest(cell) == entry["cell"])
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier arena.csv, or none where there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 # --- Who is how fast -------------------------------------------------------------------------------------------------

@@ -10,14 +10,16 @@ searched again, unless `--again` says so.
 from __future__ import annotations
 
 import argparse
-import csv
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from searches import Row, searched, seconds
+
 from experiments.commands.options import budget_s
-from experiments.comparison import Cell, cell_digest, run_cell
+from experiments.comparison import Cell, run_cell
 from experiments.hexiscale import facts
 from experiments.peers import arena
 from partition.bound import Bound, gap, lower_bound
@@ -45,13 +47,13 @@ def cells(limit_s: float) -> Iterator[Cell]:
                 yield Cell(cluster, replace(job, global_batch=BATCH), "motley", budget_s=limit_s)
 
 
-def row(cell: Cell) -> dict[str, object]:
+def row(cell: Cell) -> Row:
     """What a search found, its bound, and the gap between them with its split, as fractions of the iteration."""
     outcome = run_cell(cell)
     bound = lower_bound(cell.cluster, cell.job)
-    found: dict[str, object] = {"cell": cell_digest(cell), "cluster": cell.cluster.name, "model": cell.job.model.name}
+    found: Row = {"cluster": cell.cluster.name, "model": cell.job.model.name}
     if outcome.plan is None or outcome.cost is None or not isinstance(bound, Bound):
-        return found
+        return found | dict.fromkeys(("iteration_s", "bound_s", "total", *CAUSES))
     parts = asdict(gap(bound, simulate(outcome.plan, cell.cluster), cell.cluster))
     return {**found, "iteration_s": outcome.cost.iteration_s, "bound_s": bound.iteration_s, **parts}
 
@@ -63,39 +65,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of bound-gap.csv and bound-gap.txt")
     parser.add_argument("--again", action="store_true", help="search anew what stands in bound-gap.csv")
     given = parser.parse_args(arguments)
-    table = given.out / "bound-gap.csv"
-    rows: dict[str, dict[str, object]] = {}
-    if table.exists() and not given.again:
-        with table.open(newline="", encoding="utf-8") as file:
-            rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
     asked = list(cells(budget_s(given.budget)))
-    names: list[str] = []
-    for cell in asked:
-        key = cell_digest(cell)
-        if key not in rows:
-            rows[key] = row(cell)
-        names = list(dict.fromkeys([*names, *rows[key]]))
-        known = [rows[name] for name in map(cell_digest, asked) if name in rows]
-        lines = [",".join(names), *(",".join(str(entry.get(name, "")) for name in names) for entry in known)]
-        write_file(table, "\n".join(lines) + "\n", replace=True)
-        print(line(rows[key]), flush=True)
+    rows = searched(asked, given.out / "bound-gap.csv", given.again, row, lambda _, entry: print(line(entry), flush=True))
     from run import machine  # imports torch, which the searches do not need
 
     head = f"{'cluster':20s} {'model':12s} {'iteration s':>11s} {'bound s':>8s} {'gap %':>6s}"
     text = f"motley, {given.budget} of search, seed 0, batch {BATCH}, sequence {LENGTH}; the gap is 1 - bound / iteration.\n\n"
     text += head + "".join(f"{cause + ' %':>12s}" for cause in CAUSES) + "\n"
-    text += "\n".join(line(rows[cell_digest(cell)]) for cell in asked) + "\n"
+    text += "\n".join(map(line, rows)) + "\n"
     write_file(given.out / "bound-gap.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)
 
 
-def line(entry: dict[str, object]) -> str:
+def line(entry: Row) -> str:
     """A row of the table."""
-    start = f"{entry['cluster']:20s} {entry['model']:12s} "
-    if not entry.get("iteration_s"):
+    start, iteration_s = f"{entry['cluster']:20s} {entry['model']:12s} ", seconds(entry)
+    if math.isinf(iteration_s):
         return f"{start} no plan"
-    iteration_s, bound_s = float(str(entry["iteration_s"])), float(str(entry["bound_s"]))
-    split = "".join(f"{100 * float(str(entry[cause])):12.1f}" for cause in CAUSES)
+    bound_s = float(entry["bound_s"])
+    split = "".join(f"{100 * float(entry[cause]):12.1f}" for cause in CAUSES)
     return f"{start}{iteration_s:11.2f} {bound_s:8.2f} {100 * (1 - bound_s / iteration_s):6.1f}{split}"
 
 

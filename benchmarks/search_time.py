@@ -13,12 +13,13 @@ searched again, and a search that was killed loses only itself; `--again` begins
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.comparison import Cell, cell_digest, row, rows_csv, run_cell
+from searches import Row, searched, seconds
+
+from experiments.comparison import Cell, row, run_cell
 from experiments.peers import arena
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -98,27 +99,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of search-time.csv and search-time.txt")
     parser.add_argument("--again", action="store_true", help="search anew what stands in search-time.csv")
     given = parser.parse_args(arguments)
-    table = given.out / "search-time.csv"
-    rows: dict[str, dict[str, object]] = {}
-    if table.exists() and not given.again:
-        with table.open(newline="", encoding="utf-8") as file:
-            rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
-    asked = list(cells(given.seeds))
-    digests = [cell_digest(cell) for _, cell in asked]
-    for (place, cell), key in zip(asked, digests, strict=True):
-        if key not in rows:
-            rows[key] = {**row(run_cell(cell)), "cell": key}
-            write_file(table, rows_csv([rows[name] for name in digests if name in rows]), replace=True)
-            shown = rows[key]["iteration_s"], rows[key]["search_s"]
-            print(f"{place.cluster.name} {place.name} {cell.planner} {cell.budget_s:g} s, seed {cell.seed}: {shown}", flush=True)
+    places, table = list(cells(given.seeds)), given.out / "search-time.csv"
+    rows = searched([cell for _, cell in places], table, given.again, lambda cell: row(run_cell(cell)), _tell)
     from run import machine  # imports torch, which the searches do not need
 
-    text = report([(place, cell, rows[cell_digest(cell)]) for place, cell in asked])
+    text = report([(place, cell, entry) for (place, cell), entry in zip(places, rows, strict=True)])
     write_file(given.out / "search-time.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)
 
 
-def report(found: Sequence[tuple[Place, Cell, dict[str, object]]]) -> str:
+def _tell(cell: Cell, entry: Row) -> None:
+    where = f"{cell.cluster.name} {cell.job.model.name}"
+    shown = seconds(entry), entry["search_s"]
+    print(f"{where} {cell.planner} {cell.budget_s:g} s, seed {cell.seed}: {shown}", flush=True)
+
+
+def report(found: Sequence[tuple[Place, Cell, Row]]) -> str:
     """The two tables."""
     lines = [
         "How near motley comes in its seconds to the best plan that it or another planner found there in ten minutes.",
@@ -126,10 +122,10 @@ def report(found: Sequence[tuple[Place, Cell, dict[str, object]]]) -> str:
         " GPUs cluster                 model        seconds   best s (of)         iteration / best, by seed",
     ]
     for place in timed_places():
-        own = [(cell, _seconds(entry)) for at, cell, entry in found if at.cluster == place.cluster]
+        own = [(cell, seconds(entry)) for at, cell, entry in found if at.cluster == place.cluster]
         limit_s = LIMITS[len(place.cluster.devices)]
-        best_s, best = min((seconds, f"{cell.planner}, {cell.budget_s:g} s") for cell, seconds in own)
-        ratios = [seconds / best_s for cell, seconds in own if cell.planner == "motley" and cell.budget_s == limit_s]
+        best_s, best = min((own_s, f"{cell.planner}, {cell.budget_s:g} s") for cell, own_s in own)
+        ratios = [own_s / best_s for cell, own_s in own if cell.planner == "motley" and cell.budget_s == limit_s]
         near = sum(ratio <= TARGET for ratio in ratios)
         shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
         lines.append(
@@ -140,15 +136,10 @@ def report(found: Sequence[tuple[Place, Cell, dict[str, object]]]) -> str:
     lines.append(f"{'GPUs':>5s} {'cluster':23s} {'model':12s}" + "".join(f"{name:>11s}" for name in ("motley", *RIVALS)))
     for place in pools():
         shown = "".join(
-            f"{_seconds(entry):11.3f}" for at, _, entry in found if at.cluster == place.cluster and at.job == place.job
+            f"{seconds(entry):11.3f}" for at, _, entry in found if at.cluster == place.cluster and at.job == place.job
         )
         lines.append(f"{len(place.cluster.devices):5d} {place.cluster.name:23s} {place.name:12s}{shown}")
     return "\n".join(lines) + "\n"
-
-
-def _seconds(entry: dict[str, object]) -> float:
-    """The iteration of a row; infinite where it has no plan."""
-    return float(str(entry["iteration_s"])) if entry["iteration_s"] not in (None, "") else float("inf")
 
 
 if __name__ == "__main__":

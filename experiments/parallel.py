@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from partition.parallel import interrupts_held
 
 Task = TypeVar("Task")
 Done = TypeVar("Done")
@@ -53,7 +54,7 @@ def in_processes(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(stop,)) as pool:
         places: dict[Future[Done | None], int] = {}
         try:
-            with _interrupts_held():  # the first tasks start the processes
+            with interrupts_held():  # the first tasks start the processes
                 places.update((pool.submit(_one, function, task), i) for i, task in enumerate(tasks))
             for future in as_completed(places):
                 results[places[future]] = future.result()
@@ -93,19 +94,6 @@ def _in_this_process(
     except KeyboardInterrupt:
         return True
     return False
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Has Ctrl-C wait for the end of this. Processes that are started meanwhile never hear of it, not even as they import."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_worker(stop: Any) -> None:

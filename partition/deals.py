@@ -87,13 +87,13 @@ class Deals:
         self._rows = [tuple(held) for held in alike.values()]
         self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
 
-    def starts(self, pipelines: int) -> Iterator[Deal]:
+    def starts(self, pipelines: int, schedule: str) -> Iterator[Deal]:
         """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow."""
         allowed = [self._degrees(nodes) for nodes in self._rows]
         for degree in sorted({degree for some in allowed for degree in some}):
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
             for by_node in (True, False):
-                yield Deal(rows, pipelines, by_node, 1, Settings("eager-1f1b"))
+                yield Deal(rows, pipelines, by_node, 1, Settings(schedule))
 
     def layout(self, deal: Deal) -> Layout | None:
         """The layout of a deal; None where pipelines would have no stage, stages no layer, or sequences cannot be divided so."""

@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from multiprocessing.pool import Pool
+from typing import Any, Generic, TypeVar
 
 Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
+Thing = TypeVar("Thing")
 
 POLL_S = 0.05
 
@@ -54,7 +57,7 @@ def side_by_side(
         return
     _work.append((function, arguments))
     try:
-        with multiprocessing.get_context("fork").Pool(count, _leave_interrupts) as pool:
+        with _pool(count) as pool:
             waiting = [pool.apply_async(_answer, (i,)) for i in range(len(arguments))]
             for one in waiting:
                 while not one.ready():
@@ -76,7 +79,7 @@ def beside(function: Callable[[], Answer], own: Callable[[], None], check: Calla
         return found
     _work.append((lambda _: function(), [None]))
     try:
-        with multiprocessing.get_context("fork").Pool(1, _leave_interrupts) as pool:
+        with _pool(1) as pool:
             waiting = pool.apply_async(_answer, (0,))
             own()
             while not waiting.ready():
@@ -88,9 +91,50 @@ def beside(function: Callable[[], Answer], own: Callable[[], None], check: Calla
         _work.pop()
 
 
-def _leave_interrupts() -> None:
-    """Leaves Ctrl-C to the parent, which ends its children."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+class News(Generic[Thing]):
+    """What processes beside this one tell it while they work, in the order in which it comes.
+
+    It is made before them. They `tell`; this process hears it by `hear`, which is for the `check` of `side_by_side`.
+    """
+
+    def __init__(self, take: Callable[[Thing], object]) -> None:
+        """`take` is called in this process with all that is told, at once where this process tells it itself."""
+        self._take, self._process = take, os.getpid()
+        self._told = multiprocessing.get_context("fork").SimpleQueue() if cores() > 1 else None
+
+    def tell(self, thing: Thing) -> None:
+        """Nothing; the process that made this takes the thing."""
+        if os.getpid() == self._process or self._told is None:
+            self._take(thing)
+        else:
+            self._told.put(thing)
+
+    def hear(self) -> None:
+        """Nothing; takes what has been told and not heard yet."""
+        while self._told is not None and not self._told.empty():
+            self._take(self._told.get())
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Has Ctrl-C wait for the end of this. Processes that are started meanwhile never hear of it, not even as they begin."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _pool(count: int) -> Iterator[Pool]:
+    """So many forked processes, which end with this. Ctrl-C reaches all processes of a terminal; their parent answers it."""
+    with ExitStack() as ends:
+        with interrupts_held():
+            pool = ends.enter_context(multiprocessing.get_context("fork").Pool(count))
+        yield pool
 
 
 def _answer(i: int) -> Any:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -123,6 +125,24 @@ class Search:
         """Takes a verdict down that a process beside this one has of the judge."""
         if plan not in self._verdicts:
             self._note(plan, verdict)
+
+    @contextmanager
+    def ahead(self) -> Iterator[Search]:
+        """A copy that takes verdicts as processes tell them, and shows progress in this one's place.
+
+        This one takes them in an order of its own, so that its answer does not depend on who told first. Where it is ended before
+        it has them all, as by Ctrl-C, it stands from then on where the copy does.
+        """
+        other = copy(self)
+        other._verdicts, other._front, other._shapes = dict(self._verdicts), list(self._front), dict(self._shapes)
+        progress, self.progress = self.progress, None
+        try:
+            yield other
+        except BaseException:
+            vars(self).update(vars(other))
+            raise
+        finally:
+            self.progress = progress
 
     def _note(self, plan: Plan, verdict: Verdict) -> Verdict:
         """Takes a verdict down, and the plan as the best one if it is better."""

@@ -6,6 +6,7 @@ do. What pipelines are built alike is found from their lanes, before these have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -245,8 +246,8 @@ class Prepared:
         return {a.peer: b.peer for a, b in zip(one.previous + one.next, other.previous + other.next, strict=True)}
 
     def link_bytes(self) -> dict[int, float]:
-        """The bytes that crossed each link, of all lanes, after the run."""
-        found: dict[int, float] = {}
+        """The bytes that crossed each link, of all lanes, after the run; in whatever order they are summed."""
+        found: dict[int, list[float]] = {}
         used = [
             (shape.transfer, one.uses)
             for name, first in self.like.items()
@@ -254,8 +255,8 @@ class Prepared:
         ]
         for transfer, uses in [*used, *((shape.transfer, shape.uses) for shape in dict.fromkeys(self.exchanges.values()))]:
             for link, load in transfer.loads:
-                found[link] = found.get(link, 0.0) + load * uses
-        return found
+                found.setdefault(link, []).append(load * uses)
+        return {link: math.fsum(some) for link, some in found.items()}
 
 
 def _add(loads: dict[int, float], transfer: Transfer, links: Mapping[int, int]) -> None:

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice, product, zip_longest
-from multiprocessing import parent_process
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -50,7 +50,7 @@ from partition.drafts import (
 )
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
-from partition.parallel import beside, cores, side_by_side
+from partition.parallel import News, beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
@@ -161,6 +161,8 @@ class _Hunt:
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
         """By the number of pipelines, the best deal by the judge, and its seconds."""
+        self.longest = 1, 0.0
+        """The most work of a draft that was judged alone in this process, and the seconds that it took."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
@@ -228,58 +230,90 @@ class _Hunt:
         return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
 
     def begin_deals(self) -> None:
-        """Finds the best start among deals for each number of pipelines."""
-        firsts = []
+        """Finds the best start among deals for each number of pipelines, of the first schedule under which one can run.
+
+        Where there is not time for all numbers, it finds as many as there are processes that descend from them.
+        """
+        firsts: list[tuple[float, Deal]] = []
         for number in self._twins(len(self.graph.devices)):
-            scored = [(self.deal_s(start), start) for start in self.deals.starts(number) if not self.late(BEGUN)]
-            firsts += sorted(scored, key=lambda entry: entry[0])[:1]
-        self.firsts = [start for seconds, start in sorted(firsts, key=lambda entry: entry[0]) if seconds < math.inf]
+            if len(firsts) >= DEALERS and self.late(BEGUN):
+                break
+            for schedule in reversed(FIRST_SCHEDULES):
+                starts = self.deals.starts(number, schedule)
+                scored = [(self.deal_s(start), start) for start in starts]
+                best = min(scored, key=lambda entry: entry[0], default=None)
+                if best is not None and best[0] < math.inf:
+                    firsts.append(best)
+                    break
+        self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
 
     def deal(self) -> None:
         """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
+        if not self.firsts:
+            return
         firsts = [self.firsts[n:FIRST_DEALS:DEALERS] for n in range(min(DEALERS, len(self.firsts)))]
         # Only what forecasts may be asked by several processes at once.
         alone = not isinstance(self.search.judge, Forecast)
         turns = len(firsts) if alone else -(-len(firsts) // cores())
-        tasks = [(own, [self.search.seed, n], self._left_s(DEALT) / turns) for n, own in enumerate(firsts)]
-        for judged in map(self.descend, tasks) if alone else side_by_side(self.descend, tasks, self.search.check_budget):
-            for plan, verdict, deal in judged:
-                self.search.take(plan, verdict)
-                _note_end(self.ends, verdict, deal)
+        # A verdict is worth more than annealing, whose time it may take.
+        time_s = self._left_s(DEALT) / turns, self._left_s(WALKED) / turns
+        tasks = [(own, [self.search.seed, n], time_s) for n, own in enumerate(firsts)]
+        with self.search.ahead() as ahead:
+            news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
 
-    def descend(self, task: tuple[Sequence[Deal], list[int], float]) -> list[tuple[Plan, Verdict, Deal]]:
+            def check() -> None:
+                news.hear()
+                self.search.check_budget()
+
+            descend = partial(self.descend, tell=news.tell)
+            for judged, unjudged in map(descend, tasks) if alone else side_by_side(descend, tasks, check):
+                for plan, verdict, deal in judged:
+                    self.search.take(plan, verdict)
+                    _note_end(self.ends, verdict, deal)
+                for layout in map(self.deals.layout, unjudged):
+                    if layout is not None:
+                        self.score_s(layout)
+
+    def descend(
+        self, task: tuple[Sequence[Deal], list[int], tuple[float, float]], tell: Callable[[tuple[Plan, Verdict]], None]
+    ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal]]:
         """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
 
+        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come after the second number
+        of seconds: the second list has the ends that are left unjudged so.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
         the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
         """
-        firsts, seed, most_s = task
-        until_s = self.search.elapsed_s + most_s
+        firsts, seed, (most_s, verdicts_s) = task
+        until_s, last_s = self.search.elapsed_s + most_s, self.search.elapsed_s + verdicts_s
         rng = np.random.default_rng(seed)
         found: list[tuple[Plan, Verdict, Deal]] = []
+        unjudged: list[Deal] = []
         ends: dict[int, tuple[float, Deal]] = {}
         least_s = math.inf
-        if parent_process() is not None:
-            self.search.progress = None  # the parent's, with locks of its threads
 
         def late() -> bool:
             return self.search.elapsed_s > until_s
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None:
+            if drafted is None or late() or self.search.elapsed_s + self._expected_s(drafted[0]) > last_s:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
-            verdict = self.search.consider(plan)
+            with self._clocked(drafted[0]):
+                verdict = self.search.consider(plan)
+            tell((plan, verdict))
             found.append((plan, verdict, deal))
             return _note_end(ends, verdict, deal)
 
         def judge_end(seconds: float, deal: Deal) -> None:
             nonlocal least_s
-            if math.isinf(seconds) or late() or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
+            if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
                 return
             if judged_s(deal) < math.inf:
                 least_s = min(least_s, seconds)
+            else:
+                unjudged.append(deal)
 
         with suppress(BudgetSpent):  # what it has found counts
             for deal in firsts:
@@ -298,7 +332,20 @@ class _Hunt:
                     self.deals.descended(begin, self.deal_s, rng, late, judged_s)
                 else:
                     judge_end(*self.deals.descended(begin, self.deal_s, rng, late))
-        return found
+        return found, unjudged
+
+    def _expected_s(self, draft: Draft) -> float:
+        """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
+        work, seconds = self.longest
+        return seconds * _work(draft) / work
+
+    @contextmanager
+    def _clocked(self, draft: Draft) -> Iterator[None]:
+        """Notes how long the judge takes within this for a draft; nothing where that was judged before."""
+        judged, began_s = self.search.judged, self.search.elapsed_s
+        yield
+        if self.search.judged > judged:
+            self.longest = max(self.longest, (_work(draft), self.search.elapsed_s - began_s))
 
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
@@ -797,7 +844,9 @@ class _Hunt:
         ranked = self.ranked()
         quick = [entry for entry in ranked if _work(entry[2]) <= FIRST_WORK]
         least = sorted(ranked, key=lambda entry: _work(entry[2]))
-        self.judged([(draft, layout.settings) for _, layout, draft in (quick or least)[:1]])
+        for _, layout, draft in (quick or least)[:1]:
+            with self._clocked(draft):
+                self.judged([(draft, layout.settings)])
 
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
@@ -813,9 +862,10 @@ class _Hunt:
                 for _, draft, settings in entries[:SCHEDULED]
                 for name in FINAL_SCHEDULES
             ]
-            entries += [(self.draft_s(*other), *other) for other in others]
+            entries += [(self.draft_s(*other), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
-        self.judged([(draft, settings) for _, draft, settings in entries[:TOGETHER]])
+        soon = [(draft, settings) for _, draft, settings in entries if self._expected_s(draft) <= self._left_s(1.0)]
+        self.judged(soon[:TOGETHER])
         tuned = side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:

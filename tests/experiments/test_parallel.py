@@ -13,11 +13,11 @@ import pytest
 from tests.experiments.conftest import ROOT
 
 SCRIPT = """
-import sys, time
+import os, time
 from experiments.parallel import in_processes
 
 if __name__ == "__mp_main__":  # in a worker, which imports this before anything else
-    print("importing", flush=True)
+    os.write(1, b"importing\\n")  # in one piece, beside the other worker's
     time.sleep(0.5)
 
 if __name__ == "__main__":

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+import partition
 from partition.deals import Deal
-from partition.drafts import make_plan, usable_nodes
-from partition.planners.motley import _Hunt
+from partition.drafts import make_plan, simulation_work, usable_nodes
+from partition.planners.megatron import grids
+from partition.planners.motley import DEALT, WALKED, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
-from sim.spec.judge import Cost
+from sim.spec.cluster import Cluster
+from sim.spec.judge import Cost, Verdict
+from sim.spec.plan import Plan
 from tests.partition.small_worlds import SMALL, cluster, job, node
+
+ROOT = Path(__file__).parents[2]
 
 
 def descended() -> _Hunt:
@@ -48,3 +64,113 @@ def test_descents_beat_their_starts_and_are_the_same_again() -> None:
     assert one.ends == again.ends
     starts = [judged_s(one, start) for start in one.firsts]
     assert min(seconds for seconds, _ in one.ends.values()) < min(starts)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, expects: bool) -> tuple[_Hunt, float]:
+    """A search that has descended among deals, by a clock that its judge alone moves: 10 seconds, with annealing's; its end."""
+    world, now_s = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4)), 0.0
+    monkeypatch.setattr("partition.search.time", SimpleNamespace(perf_counter=lambda: now_s))
+    forecast = simulation(world, job(SMALL))
+
+    def slow(plan: Plan) -> Verdict:
+        nonlocal now_s
+        now_s += simulation_work(plan.pipelines) * 4e-3
+        return forecast(plan)
+
+    if not expects:
+        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft: 0.0)
+    search = Search(world, job(SMALL), slow)
+    search.narrow(world, 10.0 / WALKED)  # begins by that clock
+    hunt = _Hunt(search, usable_nodes(search))
+    for start in islice(hunt.starts(), 5):
+        hunt.score_s(start)
+    hunt.judge_soon()
+    hunt.begin_deals()
+    hunt.deal()
+    return hunt, now_s
+
+
+def test_descents_ask_for_no_verdict_that_would_come_too_late_and_price_those_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt, ended_s = timed(monkeypatch, expects=True)
+    assert hunt.search.judged > 1
+    assert ended_s <= 10.0
+    with monkeypatch.context() as patched:
+        unaware, overrun_s = timed(patched, expects=False)
+    assert overrun_s > 10.0
+    # What was not judged is among the layouts that the search goes on with.
+    assert {layout for _, layout, _ in hunt.ranked()} - {layout for _, layout, _ in unaware.ranked()}
+
+
+def test_deals_begin_with_1f1b_where_no_other_schedule_fits() -> None:
+    # Eight GPUs of 12 GB that share nothing: eager 1F1B holds twice as many activations.
+    world = cluster(*(node(f"n{n}", "RTX3080Ti", 1) for n in range(8)))
+    work = job(replace(SMALL, name="deep", layers=80), sequence_length=4096, batch=32)
+    search = Search(world, work, simulation(world, work), 0, 60.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    assert all(math.isinf(hunt.deal_s(start)) for n in (1, 2, 4, 8) for start in hunt.deals.starts(n, "eager-1f1b"))
+    hunt.begin_deals()
+    assert [(start.pipelines, start.settings.schedule) for start in hunt.firsts] == [(1, "1f1b")]
+    hunt.deal()
+    assert search.best is not None
+
+
+EQUAL = {
+    "a node with NVLink": cluster(node("a", "A100-80GB-SXM", 8, "nvlink")),
+    "two nodes without": cluster(node("a", "A100-80GB-PCIe", 4), node("b", "A100-80GB-PCIe", 4)),
+}
+
+
+@pytest.mark.parametrize("world", EQUAL.values(), ids=list(EQUAL))
+def test_no_megatron_grid_is_faster_on_equal_gpus(world: Cluster) -> None:
+    work = job(SMALL, sequence_length=2048, batch=32)
+    judge = simulation(world, work)
+    search = Search(world, work, judge)
+    plans = [make_plan(world, work, *grid) for grid in grids(search, usable_nodes(search))]
+    verdicts = [verdict for verdict in map(judge, plans) if isinstance(verdict, Cost)]
+    assert len(verdicts) > 100
+    result = partition.plan(world, work, budget_s=8.0)
+    assert result.cost is not None
+    assert result.cost.iteration_s <= min(verdict.iteration_s for verdict in verdicts) * (1 + 1e-9)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import partition
+from partition import parallel
+from sim.spec.cluster import read_cluster
+from sim.spec.job import Job
+from sim.spec.transformer import transformer
+
+parallel.cores = lambda: 2
+told = []
+
+def progress(search):
+    told.append((search.judged, search.best[1].iteration_s))
+    if len(told) == 4:
+        print("judged", flush=True)
+
+cluster = read_cluster(Path("examples/clusters/hexiscale-mixed-b.yaml"))
+result = partition.plan(cluster, Job(transformer("llama-2-13b"), 4096, 256), budget_s=60.0, progress=progress)
+assert result.judged == told[-1][0], told
+assert result.cost.iteration_s == min(seconds for _, seconds in told), told
+print(result.stopped, result.judged >= 4, result.seconds < 60.0 * DEALT)
+""".replace("DEALT", str(DEALT))
+
+
+def test_ctrl_c_during_descents_returns_the_best_that_their_processes_have_judged() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells have ignored in the background
+    )
+    assert process.stdout is not None and process.stdout.readline() == "judged\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors, said) == (0, "", "interrupted True True\n")
+    with pytest.raises(ProcessLookupError):  # none of its processes is left
+        os.killpg(process.pid, 0)

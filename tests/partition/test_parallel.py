@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +48,64 @@ def test_a_check_that_raises_ends_the_process_beside(monkeypatch: pytest.MonkeyP
 def test_answers_come_in_the_order_of_their_arguments(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "cores", lambda: cores)
     assert list(side_by_side(lambda n: n * n, range(7), nothing)) == [n * n for n in range(7)]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_processes_tell_is_heard_before_they_answer(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: cores)
+    heard: list[tuple[int, int]] = []
+    news = parallel.News[tuple[int, int]](heard.append)
+
+    def work(n: int) -> bool:
+        for i in range(3):
+            news.tell((n, i))
+        return cores == 1 or heard_all[n].wait(60)
+
+    heard_all = [multiprocessing.get_context("fork").Event() for _ in range(2)]
+
+    def check() -> None:
+        news.hear()
+        for n, event in enumerate(heard_all):
+            if (n, 2) in heard:
+                event.set()
+
+    assert list(side_by_side(work, range(2), check)) == [True, True]
+    assert [[i for n, i in heard if n == own] for own in range(2)] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_news_larger_than_a_pipe_holds_are_heard_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+    heard: list[bytes] = []
+    news = parallel.News[bytes](heard.append)
+    large = [bytes([n]) * 1_000_000 for n in range(2)]
+    list(side_by_side(lambda n: news.tell(large[n]), range(2), news.hear))
+    assert sorted(heard) == large
+
+
+SCRIPT = """
+import multiprocessing, os, signal, time
+from partition import parallel
+
+parallel.cores = lambda: 2
+
+def interrupt():  # as a terminal does: all processes of the group, those that have only begun too
+    os.killpg(0, signal.SIGINT)
+
+try:
+    parallel.beside(lambda: time.sleep(60), interrupt, print)
+except KeyboardInterrupt:
+    print("interrupted", multiprocessing.active_children())
+"""
+
+
+def test_ctrl_c_ends_processes_that_say_nothing() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells have ignored in the background
+        timeout=60,
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, "interrupted []\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import partition
 from partition import PLANNERS, Search
 from partition.objective import OBJECTIVES, Ledger, Objective, dominates
-from partition.search import MOST_SHAPES, shape_of
+from partition.search import MOST_SHAPES, BudgetSpent, shape_of
 from sim.cost.feasibility import infeasible
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
@@ -170,6 +171,44 @@ def test_a_verdict_of_a_process_beside_counts_once_and_as_if_it_had_been_asked_f
     assert search.best is not None
     assert search.best[0] == SHAPES[1]
     assert getattr(search.consider(SHAPES[0]), "iteration_s", None) == 2.0
+
+
+def told_ahead(ended: type[BaseException] | None) -> tuple[Search, list[tuple[int, float]]]:
+    """A search that takes two equal plans in one order and is told them in the other, and the progress that it showed."""
+    shown: list[tuple[int, float]] = []
+
+    def progress(search: Search) -> None:
+        assert search.best is not None
+        shown.append((search.judged, search.best[1].iteration_s))
+
+    search = Search(FOUR, JOB, lambda plan: said(9.0, 100), progress=progress)
+    search.consider(SHAPES[2])
+    with suppress(*[ended] if ended else []), search.ahead() as ahead:
+        for plan, seconds in ((SHAPES[1], 2.0), (SHAPES[0], 2.0), (SHAPES[4], 1.5)):
+            ahead.take(plan, said(seconds, 100))
+        search.take(SHAPES[0], said(2.0, 100))
+        if ended:
+            raise ended
+        search.take(SHAPES[1], said(2.0, 100))
+    search.consider(SHAPES[9])
+    return search, shown
+
+
+def test_what_is_told_ahead_is_shown_and_leaves_the_answer_to_the_order_of_the_search() -> None:
+    search, shown = told_ahead(None)
+    assert shown == [(1, 9.0), (2, 2.0), (3, 2.0), (4, 1.5), (4, 2.0)]
+    assert search.judged == 4
+    assert search.best is not None
+    assert search.best[0] == SHAPES[0]
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt, BudgetSpent])
+def test_a_search_that_is_ended_keeps_all_that_was_told_ahead(ended: type[BaseException]) -> None:
+    search, shown = told_ahead(ended)
+    assert shown == [(1, 9.0), (2, 2.0), (3, 2.0), (4, 1.5), (5, 1.5)]
+    assert search.best is not None
+    assert search.best[0] == SHAPES[4]
+    assert {plan for plan, _ in search.others} == {SHAPES[i] for i in (0, 1, 2, 9)}
 
 
 # --- Which GPUs to use -----------------------------------------------------------------------------------------------
