@@ -106,25 +106,23 @@ class LaneWork:
 
 @dataclass(frozen=True)
 class _Uses:
-    """One instruction for each work, message and collective of a lane."""
+    """One instruction for each work and message of a lane, in the order in which they come, and its collectives."""
 
-    works: tuple[Compute | OptimizerStep, ...]
-    sends: tuple[Send, ...]
+    first: tuple[Compute | OptimizerStep | Send, ...]
     collectives: tuple[Collective, ...]
 
     @classmethod
     def of(cls, lane: Lane) -> _Uses:
-        works: dict[WorkKey, Compute | OptimizerStep] = {}
-        sends: dict[MessageKey, Send] = {}
+        first: dict[WorkKey | MessageKey, Compute | OptimizerStep | Send] = {}
         collectives: list[Collective] = []
         for i in lane.instructions:
             if isinstance(i, (SendActivation, SendGradient)):
-                sends.setdefault(message_key(i), i)
+                first.setdefault(message_key(i), i)
             elif isinstance(i, (ReduceGradients, GatherParameters)):
                 collectives.append(i)
             elif isinstance(i, (Compute, OptimizerStep)):
-                works.setdefault(work_key(i), i)
-        return cls(tuple(works.values()), tuple(sends.values()), tuple(collectives))
+                first.setdefault(work_key(i), i)
+        return cls(tuple(first.values()), tuple(collectives))
 
 
 class Prepared:
@@ -177,11 +175,14 @@ class Prepared:
         """What a lane's instructions take, which are those of the model but for their peers."""
         slowdown = max((self._slowdowns.get(device, 1.0) for device in lane.devices), default=1.0)
         peers = self.peers(model.name, lane.name)
-        messages = {}
-        for sent in uses.sends:
-            own = replace(sent, peer=peers[sent.peer])
-            messages[message_key(own)] = Shape(message(self.network, self.plan, lane, self.lanes[own.peer], own))
-        return LaneWork({work_key(i): self._work(lane, i, cost, folded, slowdown) for i in uses.works}, messages)
+        works, messages = {}, {}
+        for i in uses.first:
+            if isinstance(i, (SendActivation, SendGradient)):
+                own = replace(i, peer=peers[i.peer])
+                messages[message_key(own)] = Shape(message(self.network, self.plan, lane, self.lanes[own.peer], own))
+            else:
+                works[work_key(i)] = self._work(lane, i, cost, folded, slowdown)
+        return LaneWork(works, messages)
 
     def _work(self, lane: Lane, instruction: Compute | OptimizerStep, cost: ComputeCost, folded: bool, slowdown: float) -> Work:
         """Seconds and collectives of one instruction; on an NVLink switch that the lane has to itself, seconds alone."""
