@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,6 +57,10 @@ RESHARE_PRIORITY = EventPriority(2)
 """After simpy's urgent (0) and normal (1) events of the same instant, so that links are shared anew once per instant."""
 
 
+WorkKey: TypeAlias = tuple[str, type[Instruction], LayerRange | None]
+"""A lane, a type of instruction that computes, and its layers: the micro-batches of a lane are alike."""
+
+
 def simulate(
     plan: Plan,
     cluster: Cluster,
@@ -63,17 +68,19 @@ def simulate(
     jitter: float = 0.0,
     network: Network | None = None,
     program: Program | None = None,
+    known_s: Mapping[WorkKey, float] = MappingProxyType({}),
 ) -> Trace:
     """The trace of one simulated iteration. Memory is reported, not judged: see `sim.cost.feasibility`.
 
-    `jitter` is the standard deviation of each device's speed, as a fraction, drawn with `seed`. `network` may be given to
-    keep its paths from one plan to the next, and `program`, the plan compiled, where it is simulated often. Raises InputError
-    for a plan that cannot be compiled or names unknown devices.
+    Instructions that compute take the seconds of `known_s` where it has them, collectives inside them included; it is not asked
+    for those whose collectives share links with others. `jitter` is the standard deviation of each device's speed, as a fraction,
+    drawn with `seed`. `network` may be given to keep its paths from one plan to the next, and `program`, the plan compiled, where
+    it is simulated often. Raises InputError for a plan that cannot be compiled or names unknown devices.
     """
     program = program if program is not None else compile_plan(plan)
     network = network if network is not None else Network(cluster)
     with garbage_collector_paused():
-        return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter)).trace()
+        return _Run(plan, program, cluster, network, _slowdowns(cluster, seed, jitter), known_s).trace()
 
 
 def _slowdowns(cluster: Cluster, seed: int, jitter: float) -> Mapping[str, float]:
@@ -253,7 +260,16 @@ Key: TypeAlias = tuple[str, Instruction]
 class _Run:
     """One simulation: the lanes as simpy processes, and the handlers of all instruction types."""
 
-    def __init__(self, plan: Plan, program: Program, cluster: Cluster, network: Network, slowdowns: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        cluster: Cluster,
+        network: Network,
+        slowdowns: Mapping[str, float],
+        known_s: Mapping[WorkKey, float] = MappingProxyType({}),
+    ) -> None:
+        self._known_s = known_s
         self.plan, self.program, self.cluster, self.network = plan, program, cluster, network
         self.env = simpy.Environment()
         self.spans: list[Span] = []
@@ -303,7 +319,10 @@ class _Run:
             if isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
                 work_key = (type(i), None if isinstance(i, OptimizerStep) else i.layers)
                 if work_key not in state.work:
-                    state.work[work_key] = self._work(lane, i, cost, lane.name in owners, slowdown)
+                    made = self._work(lane, i, cost, lane.name in owners, slowdown)
+                    if made.folded or made.beside is made.after is None:
+                        made = replace(made, seconds=self._known_s.get((lane.name, *work_key), made.seconds))
+                    state.work[work_key] = made
             elif isinstance(i, (SendActivation, SendGradient)):
                 message_key = (type(i), i.peer, i.layer, i.sequences)
                 if message_key not in state.messages:
