@@ -79,6 +79,11 @@ def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> Non
         some.append((f"{i}.json", replace(simulate(plan, TRUE, known_s=known_s), origin="paced")))
     several = [any(len(devices) > 1 for devices in trace.lanes.values()) for _, trace in some]
     assert 3 <= sum(several) <= 8
+    there = Fitting(TRUE, observed(some, WORLD))
+    predicted, _ = there._logs(range(10), np.zeros(len(there.constants)))
+    for (_, trace), logs in zip(some, predicted, strict=True):
+        assert logs[0] == pytest.approx(math.log(trace.iteration_s), abs=0.005)
+    assert sum(simulate(trace.plan, TRUE).iteration_s < 0.95 * trace.iteration_s for _, trace in some) >= 3
     cluster = Fitting(WORLD, observed(some, WORLD)).fit()[1].cluster
     network = Network(cluster)
     for name, rate in (("site:centre>site:workshop", 1.75e6), ("site:workshop>site:centre", 2.5e6)):
@@ -95,7 +100,7 @@ def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> Non
 def test_what_messages_take_besides_is_told_where_the_file_says_nothing() -> None:
     # A start a hundred times the link's latency, in plans of few and of many messages.
     slow = truth(WORLD, FACTORS, start_s=4e-3)
-    some = [(f"{i}.json", measured(plan, slow, i)) for i, plan in enumerate(PLANS[:6])]
+    some = [(f"{i}.json", measured(plan, slow, i)) for i, plan in enumerate(PLANS[:10])]
     fit = Fitting(WORLD, observed(some, WORLD)).fit()[1]
     told = {one.name: one for one in fit.constants}
     assert told["fabric.start"].told and told["fabric.start"].after == pytest.approx(4e-3, rel=0.25)
