@@ -64,12 +64,12 @@ def test_a_link_that_is_slower_in_one_direction_is_told_from_the_other(found: Ca
 
 
 def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> None:
-    # Lanes of several devices take a third longer than any constant says, and by other parts in every plan.
+    # Lanes of several devices take longer by 60 % than the constants say, in each plan more or less.
     rng = np.random.default_rng(0)
     some = []
     for i, plan in enumerate(PLANS[:10]):
         free = measured(plan, TRUE, i)
-        longer = 1.33 * math.exp(rng.normal(0, 0.1))
+        longer = 1.6 * math.exp(rng.normal(0, 0.1))
         known_s = {
             (span.lane, type(span.instruction), getattr(span.instruction, "layers", None)): (span.end_s - span.start_s)
             * (longer if len(free.lanes[span.lane]) > 1 else 1.0)
@@ -83,7 +83,7 @@ def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> Non
     predicted, _ = there._logs(range(10), np.zeros(len(there.constants)))
     for (_, trace), logs in zip(some, predicted, strict=True):
         assert logs[0] == pytest.approx(math.log(trace.iteration_s), abs=0.005)
-    assert sum(simulate(trace.plan, TRUE).iteration_s < 0.95 * trace.iteration_s for _, trace in some) >= 3
+    assert sum(simulate(trace.plan, TRUE).iteration_s < 0.95 * trace.iteration_s for _, trace in some) >= 2
     cluster = Fitting(WORLD, observed(some, WORLD)).fit()[1].cluster
     network = Network(cluster)
     for name, rate in (("site:centre>site:workshop", 1.75e6), ("site:workshop>site:centre", 2.5e6)):
