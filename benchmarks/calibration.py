@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from experiments.calibration import error_rows, figure, sentences, warnings
-from sim.calibrate import Calibrated, Fitting, calibrate, observed
+from sim.calibrate import Calibrated, calibrate, chosen_fitting, observed
 from sim.engine import simulate
 from sim.metrics import report
 from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
 from sim.spec.plan import Plan, parse_plan
 from sim.spec.reading import write_file
-from sim.spec.trace import Trace, read_trace, trace_json
+from sim.spec.trace import Trace, period_s, read_trace, trace_json
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "testbeds" / "two-sites.yaml"
@@ -69,7 +69,7 @@ def main() -> None:
     if asked.runs is None:
         judged = [f"one thread for each process; niceness {os.getpriority(os.PRIO_PROCESS, 0)}"]
     else:
-        judged = _judged(runs, cluster, found, asked.runs / "hidden.json")
+        judged = _judged(runs, cluster, found, asked.runs / "hidden.json", asked.seed)
     lines = [
         f"{len(runs)} {runs[0][1].origin} runs of {len({name.rsplit('.', 1)[0] for name, _ in runs})} plans on {cluster.name}",
         f"{found.how}, drawn with seed {asked.seed}",
@@ -110,18 +110,18 @@ def _write_section(path: Path, head: str, text: str) -> None:
     write_file(path, "\n".join(f"{name}\n\n{known[name]}" for name in HEADS if name in known), replace=True)
 
 
-def _judged(runs: list[tuple[str, Trace]], cluster: Cluster, found: Calibrated, hidden: Path) -> list[str]:
+def _judged(runs: list[tuple[str, Trace]], cluster: Cluster, found: Calibrated, hidden: Path, seed: int) -> list[str]:
     """What else is told of runs on the testbed: how much they communicate, the hidden factors, contention."""
     # The constants of the half alone, which the held-out plans are predicted with.
     out = {name for one in found.predictions for name in one.observation.names}
     kept = [(name, trace) for name, trace in runs if name not in out]
-    half = Fitting(cluster, observed(kept, cluster, several_models=True)).fit()[1].cluster
+    half = chosen_fitting(cluster, observed(kept, cluster, several_models=True), seed=seed).fit()[1].cluster
     return [
         *_communication(kept + [(name, trace) for name, trace in runs if name in out], cluster),
         "",
         *_hidden(hidden, half, found.cluster),
         "",
-        *_contention(runs, cluster, half, found),
+        *_contention(runs, cluster, seed),
     ]
 
 
@@ -165,15 +165,15 @@ def _hidden(path: Path, half: Cluster, whole: Cluster) -> list[str]:
     ]
 
 
-def _contention(runs: list[tuple[str, Trace]], before: Cluster, half: Cluster, found: Calibrated) -> list[str]:
+def _contention(runs: list[tuple[str, Trace]], before: Cluster, seed: int) -> list[str]:
     """By how much a plan that shares a link is slower than its twin, as measured and as predicted by a fit without both."""
     times = {twin: [trace for name, trace in runs if name.rsplit(".", 1)[0] == twin] for twin in CONTENTION}
     if not all(times.values()):
         return ["no runs of plans that differ only in contention"]
     others = [(name, trace) for name, trace in runs if name.rsplit(".", 1)[0] not in CONTENTION]
-    apart = Fitting(before, observed(others, before, several_models=True)).fit()[1].cluster
+    apart = chosen_fitting(before, observed(others, before, several_models=True), seed=seed).fit()[1].cluster
     lines = []
-    shared, alone = (median(trace.iteration_s for trace in times[twin]) for twin in CONTENTION)
+    shared, alone = (median(period_s(trace) for trace in times[twin]) for twin in CONTENTION)
     measured = shared / alone
     lines.append(f"contention: {CONTENTION[0]} takes {measured:.3f} times as long as {CONTENTION[1]}, as measured")
     for what, cluster in (("before", before), ("after, by a fit without both", apart)):

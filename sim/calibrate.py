@@ -2,9 +2,11 @@
 
 The constants are fitted together, by least squares with bounds and a robust loss: the residuals are the logarithms of measured
 over predicted seconds, of each instruction's computation and of each iteration, where the prediction is the simulation's, and of
-each message or collective of a bench. Every constant has a weak prior, its value in the cluster file; computation has one for
-each kind of GPU and one beside it for each device, links one for each protocol and one beside it for each direction of a card
-or of a wide-area link, so that what several share is told by all of them, and what is its own by its own runs.
+each message or collective of a bench. An iteration is simulated there with the measured seconds of its instructions: where the
+model cannot tell these, as of lanes whose collectives wait for a busy host, it bends what they are made of, and not the links.
+Plans held out are predicted by the constants alone. Every constant has a weak prior, its value in the cluster file; computation
+has one for each kind of GPU and one beside it for each device, links one for each protocol and one beside it for each direction
+of a card or of a wide-area link, so that what several share is told by all of them, and what is its own by its own runs.
 
 A constant is told by the data where they leave less than half of the prior's uncertainty (of a device or link: of what is its
 own). Those that are not told stay as they are, the others are fitted once more, and the fit says which are which.
@@ -26,11 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.collectives import between_lanes, collective, ring_exchange
+from sim.cost.compute import ComputeCost
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.cost.network import Network, link_names
-from sim.cost.traffic import message
+from sim.cost.traffic import message, switch_owners, work
 from sim.engine import simulate
+from sim.prepared import SpanKey
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import Calibration, Cluster, LinkOverride
 from sim.spec.compile import compile_plan
@@ -40,6 +44,7 @@ from sim.spec.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     OptimizerStep,
@@ -50,7 +55,7 @@ from sim.spec.program import (
 )
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
-from sim.spec.trace import Span, Trace
+from sim.spec.trace import Span, Trace, period_s
 
 NEEDED_PLANS = 4
 """Different plans that a fit needs: two to fit, and two to tell how well it predicts."""
@@ -64,16 +69,27 @@ and of the bytes at a GPU's peak."""
 CLOCK_S = 1e-4
 """Seconds that a recorded span may be off."""
 
-KIND_PRIOR, DEVICE_PRIOR, PROTOCOL_PRIOR, LINK_PRIOR, RECORD_PRIOR = 0.3, 0.15, 0.3, 0.2, 0.3
-"""Standard deviations of the priors of logarithms: the speed of a kind, of a device beside its kind's, the rate of a protocol, of
-a link beside its protocol's, the fractions of an efficiency record."""
+KIND_PRIOR, DEVICE_PRIOR, PROTOCOL_PRIOR, RECORD_PRIOR = 0.3, 0.15, 0.3, 0.3
+"""Standard deviations of the priors of logarithms: the speed of a kind, of a device beside its kind's, the rate of a protocol,
+the fractions of an efficiency record."""
 
 RECORD_UNITS = {"launch_s": 2e-6, "matmul_half_s": 2e-6, "attention_keys": 32.0}
 """What of an efficiency record may be nothing: the prior's standard deviation is the value, and no less than this."""
 
-SHARE_OF_ITERATION = 1e-4
-"""The prior's standard deviation of a time (a latency, the start of a message, what each pass takes besides), as a fraction of
-the median iteration, where the file's value is smaller; a hundred times that for what each iteration takes besides."""
+
+@dataclass(frozen=True)
+class Priors:
+    """Standard deviations of the priors that a file tells least of; of some, those are taken that predict plans held out best."""
+
+    link: float = 0.05
+    """Of the logarithm of a link's rate beside its protocol's."""
+    share: float = 1e-3
+    """Of a time (a latency, the start of a message, what each pass takes besides), as a fraction of the median iteration, where
+    the file's value is smaller; ten times that for what each iteration takes besides."""
+
+
+PRIORS = (Priors(), Priors(link=0.2), Priors(share=1e-4))
+"""Those that are tried: cards of one protocol are alike or not, hosts take time for a message or not."""
 
 TOLD = 0.5
 """What may be left of the prior's standard deviation of a constant that the data tell."""
@@ -96,9 +112,6 @@ RESAMPLES = 2000
 
 COVERAGE = 0.9
 """How often a prediction interval is to hold what is measured."""
-
-SpanKey: TypeAlias = tuple[str, type[Instruction], object]
-"""A lane, a type of instruction and its layers: the micro-batches of a lane are alike."""
 
 MessageKey: TypeAlias = tuple[str, Send]
 """The sender, and what it sends, of micro-batch 0."""
@@ -165,7 +178,7 @@ def observed(runs: Sequence[tuple[str, Trace]], cluster: Cluster, several_models
         first = traces[0][1]
         # The first device of a lane is recorded, and its optimizer step waits for no other: of several it tells too little.
         kept = {key: median(some) for key, some in spans.items() if key[1] is not OptimizerStep or len(first.lanes[key[0]]) == 1}
-        times = tuple(trace.iteration_s for _, trace in traces)
+        times = tuple(period_s(trace) for _, trace in traces)
         sent: dict[MessageKey, list[float]] = {}
         for _, trace in traces:
             for message_key, seconds in _messages_s(trace).items():
@@ -178,6 +191,7 @@ def observed(runs: Sequence[tuple[str, Trace]], cluster: Cluster, several_models
                     peaks[device] = median(trace.peak_bytes.get(device, num_bytes) for _, trace in traces)
         names = tuple(name for name, _ in traces)
         observations.append(Observed(first.plan, names, first.origin, times, kept, messages, peaks))
+
     return tuple(observations)
 
 
@@ -279,6 +293,7 @@ def constants_of(
     links: Sequence[LinkMeasurement] = (),
     records: bool = False,
     elsewhere: Sequence[Elsewhere] = (),
+    priors: Priors = PRIORS[0],
 ) -> list[Constant]:
     """The constants that are fitted for a cluster; with `records` also those of the kinds' efficiency records."""
     computing = {name for each in observations for name in each.plan.devices}
@@ -290,9 +305,9 @@ def constants_of(
     for kind in dict.fromkeys(node.gpu.name for node in cluster.nodes if node.gpu.name in ran):
         found += _of_kind(cluster, kind, records, kind in ran_here)
     names = sorted(link_names(cluster))
-    found += _of_links(cluster, names, used)
+    found += _of_links(cluster, names, used, priors.link)
     fabric = cluster.fabric
-    small_s = SHARE_OF_ITERATION * scale_s
+    small_s = priors.share * scale_s
     nodes = {cluster.device(name).node.name for name in used}
     if len(nodes) > 1:
         found.append(_time("fabric.latency", fabric.latency_s, small_s, _set_fabric("latency_s"), lambda c: c.fabric.latency_s))
@@ -305,7 +320,7 @@ def constants_of(
     found.append(
         _time("stack.micro_batch", stack.micro_batch_s, small_s, _set_stack("micro_batch_s"), lambda c: c.stack.micro_batch_s)
     )
-    found.append(_time("stack.step", stack.step_s, 100 * small_s, _set_stack("step_s"), lambda c: c.stack.step_s))
+    found.append(_time("stack.step", stack.step_s, 10 * small_s, _set_stack("step_s"), lambda c: c.stack.step_s))
     found.append(
         replace(
             _time(
@@ -437,7 +452,7 @@ def _with_record(cluster: Cluster, kind: str, field: str, change: Callable[[floa
     return _with_kind(cluster, kind, changed)
 
 
-def _of_links(cluster: Cluster, names: Sequence[str], used: set[str]) -> list[Constant]:
+def _of_links(cluster: Cluster, names: Sequence[str], used: set[str], prior: float) -> list[Constant]:
     """The rates of protocols, of cards and wide-area links beside them, and the latencies of wide-area links."""
     found: list[Constant] = []
     nodes = [node for node in cluster.nodes if any(name.startswith(f"{node.name}/") for name in used)]
@@ -463,16 +478,16 @@ def _of_links(cluster: Cluster, names: Sequence[str], used: set[str]) -> list[Co
     for name in names:
         node = next((part.partition("/")[0] for part in name.split(">") if "/nic" in part), None)
         if node in cards:
-            found.append(_link_rate(name, network, cards[node]))
+            found.append(_link_rate(name, network, prior, cards[node]))
         elif name.startswith("site:") and len({n.site for n in nodes}) > 1:
-            found.append(_link_rate(name, network, None))
+            found.append(_link_rate(name, network, PROTOCOL_PRIOR))
             found.append(_link_latency(name, network))
     return found
 
 
-def _link_rate(name: str, network: Network, protocol: str | None) -> Constant:
+def _link_rate(name: str, network: Network, prior: float, protocol: str | None = None) -> Constant:
     """The rate of one direction of a link, beside that of its protocol where it has one."""
-    prior, rate = LINK_PRIOR if protocol is not None else PROTOCOL_PRIOR, network.named(name).capacity_bytes_per_s
+    rate = network.named(name).capacity_bytes_per_s
     if any(link.name == name and link.bandwidth_bytes_per_s is not None for link in network.cluster.link_overrides):
         protocol = None  # it has a rate of its own already
     efficiency = network.cluster.fabric.efficiency(protocol) if protocol is not None else 1.0
@@ -622,10 +637,11 @@ class Fitting:
         links: Sequence[LinkMeasurement] = (),
         records: bool = False,
         elsewhere: Sequence[Elsewhere] = (),
+        priors: Priors = PRIORS[0],
     ) -> None:
         self.cluster, self.observations, self.links = cluster, list(observations), list(links)
-        self.elsewhere = list(elsewhere)
-        self.constants = constants_of(cluster, self.observations, self.links, records, self.elsewhere)
+        self.elsewhere, self.priors = list(elsewhere), priors
+        self.constants = constants_of(cluster, self.observations, self.links, records, self.elsewhere, priors)
         self._estimates = [Estimate(each.plan, each.cluster) for each in self.elsewhere]
         self._elsewhere_logs: dict[frozenset[GpuKind], Vector] = {}
         counts = Counter(each.source for each in self.elsewhere)
@@ -636,6 +652,7 @@ class Fitting:
         self._known: dict[bytes, _World] = {}
         self._links_used: dict[int, frozenset[str]] = {}
         self._programs: dict[int, Program] = {}
+        self._instructions: dict[int, dict[SpanKey, Compute | OptimizerStep]] = {}
 
     def fit(self, among: Sequence[int] | None = None, start: Vector | None = None) -> tuple[Vector, Fit]:
         """The fit to the observations of these numbers (all), from `start` (the priors): z, and what it says."""
@@ -670,7 +687,7 @@ class Fitting:
 
     def predicted_s(self, z: Vector, among: Iterable[int]) -> list[float]:
         """Seconds of the iterations of the observations of these numbers."""
-        return [float(np.exp(values[0])) for values in self._logs(among, z)[0]]
+        return _simulated(applied(self.cluster, self.constants, z), [self.observations[i] for i in among])
 
     def _start(self, chosen: Sequence[int]) -> Vector:
         """Where a fit begins: at the priors, but with the speeds that the devices' own instructions tell without more ado."""
@@ -713,13 +730,21 @@ class Fitting:
         return [world.logs[number] for number in chosen], world.other_logs
 
     def _plan_logs(self, number: int, cluster: Cluster, network: Network) -> Vector:
-        """Logarithms of an observation's predicted seconds: of the iteration, its instructions, messages and peaks."""
-        each = self.observations[number]
-        trace = simulate(each.plan, cluster, network=network, program=self._program(number))
+        """Logarithms of an observation's predicted seconds: of the iteration, its instructions, messages and peaks.
+
+        The iteration is predicted with the measured seconds of instructions of lanes that talk inside: what the model says wrong
+        of these is told by them, and is not to be told once more of all else that the iteration is made of.
+        """
+        each, program = self.observations[number], self._program(number)
+        known_s = {key: seconds for key, seconds in each.spans_s.items() if len(program.by_name[key[0]].devices) > 1}
+        trace = simulate(each.plan, cluster, network=network, program=program, known_s=known_s)
         self._links_used.setdefault(number, frozenset(link.name for link in trace.links))
-        spans = _spans_s(trace)
-        sent = _messages_s(trace)
-        lanes = self._program(number).by_name
+        lanes, sent, spans = program.by_name, _messages_s(trace), _spans_s(trace)
+        cost, owners = ComputeCost(each.plan, cluster), switch_owners(each.plan, program.lanes, cluster)
+        for lane, kind, layers in each.spans_s:
+            taken = work(network, cost, lanes[lane], self._instructions[number][lane, kind, layers])
+            if lane in owners or not (taken.beside or taken.after):
+                spans[lane, kind, layers] = taken.alone_s(network)
         # Where it is not predicted that the receiver waits, the message has its links to itself.
         messages = [
             sent.get(key) or network.alone_s(message(network, each.plan, lanes[key[0]], lanes[key[1].peer], key[1]))
@@ -732,7 +757,13 @@ class Fitting:
     def _program(self, number: int) -> Program:
         """An observation's plan, compiled."""
         if number not in self._programs:
-            self._programs[number] = compile_plan(self.observations[number].plan)
+            program = self._programs[number] = compile_plan(self.observations[number].plan)
+            self._instructions[number] = {
+                (lane.name, type(one), getattr(one, "layers", None)): one
+                for lane in program.lanes
+                for one in reversed(lane.instructions)
+                if isinstance(one, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep))
+            }
         return self._programs[number]
 
     def _other_logs(self, cluster: Cluster) -> Vector:
@@ -988,12 +1019,12 @@ def calibrate(
         )
     count = len(observations)
     order = [int(i) for i in rng.permutation(count)]
-    fitting = _chosen_fitting(start, observations, links, elsewhere, order)
+    fitting = chosen_fitting(start, observations, links, elsewhere, seed)
     z, fit = fitting.fit()
     if holdout is not None:
         out = order[: min(max(2, round(count * holdout)), count - 2)]
         kept = [observations[i] for i in sorted(set(range(count)) - set(out))]
-        apart = _chosen_fitting(start, kept, links, elsewhere, [int(i) for i in rng.permutation(len(kept))])
+        apart = chosen_fitting(start, kept, links, elsewhere, seed)
         fitted = apart.fit()[1].cluster
         after = dict(zip(out, _simulated(fitted, [observations[i] for i in out]), strict=True))
         how = f"{len(out)} of {count} plans held out of one fit to the others"
@@ -1051,22 +1082,29 @@ def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Clus
     return cluster
 
 
-def _chosen_fitting(
+def chosen_fitting(
     cluster: Cluster,
     observations: Sequence[Observed],
-    links: Sequence[LinkMeasurement],
-    elsewhere: Sequence[Elsewhere],
-    order: Sequence[int],
+    links: Sequence[LinkMeasurement] = (),
+    elsewhere: Sequence[Elsewhere] = (),
+    seed: int = 0,
 ) -> Fitting:
-    """The fitting of the constants; with those of efficiency records where that predicts measured plans held out better."""
-    plain = Fitting(cluster, observations, links, elsewhere=elsewhere)
-    if observations[0].origin != "measured":
-        return plain
-    errors = []
-    for fitting in (plain, more := Fitting(cluster, observations, links, True, elsewhere)):
+    """The fitting of the constants that predicts plans held out best, in parts drawn with `seed`.
+
+    Several priors are tried; of measured plans also the constants of efficiency records.
+    """
+    order = [int(i) for i in np.random.default_rng(seed).permutation(len(observations))]
+
+    def tried(records: bool, priors: Priors) -> tuple[float, Fitting]:
+        fitting = Fitting(cluster, observations, links, records, elsewhere, priors)
         after, _ = _cross_validated(fitting, fitting.fit()[0], order)
-        errors.append(sum(abs(math.log(seconds / observations[i].iteration_s)) for i, seconds in after.items()))
-    return more if errors[1] < errors[0] else plain
+        error = sum(abs(math.log(seconds / observations[i].iteration_s)) for i, seconds in after.items())
+        return error, fitting
+
+    best = min((tried(False, priors) for priors in PRIORS), key=lambda one: one[0])
+    if observations[0].origin == "measured":
+        best = min(best, tried(True, best[1].priors), key=lambda one: one[0])
+    return best[1]
 
 
 def _cross_validated(fitting: Fitting, z: Vector, order: Sequence[int]) -> tuple[dict[int, float], int]:

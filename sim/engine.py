@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ from sim.collector import garbage_collector_paused
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network
 from sim.cost.sharing import Route, max_min_rates
-from sim.prepared import LaneWork, Prepared, Shape, message_key, work_key
+from sim.prepared import LaneWork, Prepared, Shape, SpanKey, message_key, work_key
 from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan
 from sim.spec.program import (
@@ -62,16 +63,18 @@ def simulate(
     jitter: float = 0.0,
     network: Network | None = None,
     program: Program | None = None,
+    known_s: Mapping[SpanKey, float] = MappingProxyType({}),
 ) -> Trace:
     """The trace of one simulated iteration. Memory is reported, not judged: see `sim.cost.feasibility`.
 
-    `jitter` is the standard deviation of each device's speed, as a fraction, drawn with `seed`. `network` may be given to
-    keep its paths from one plan to the next, and `program`, the plan compiled, where it is simulated often. Raises InputError
-    for a plan that cannot be compiled or names unknown devices.
+    Instructions that compute take the seconds of `known_s` where it has them, collectives inside them included; it is not asked
+    for those whose collectives share links with others. `jitter` is the standard deviation of each device's speed, as a fraction,
+    drawn with `seed`. `network` may be given to keep its paths from one plan to the next, and `program`, the plan compiled, where
+    it is simulated often. Raises InputError for a plan that cannot be compiled or names unknown devices.
     """
     network = network if network is not None else Network(cluster)
     with garbage_collector_paused():
-        return _Run(Prepared(plan, network, _slowdowns(cluster, seed, jitter), program)).trace()
+        return _Run(Prepared(plan, network, _slowdowns(cluster, seed, jitter), program, known_s)).trace()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias
 
 from sim.alike import alike
@@ -36,6 +37,9 @@ from sim.spec.program import (
 )
 
 WorkKey: TypeAlias = tuple[type[Instruction], LayerRange | None]
+SpanKey: TypeAlias = tuple[str, type[Instruction], LayerRange | None]
+"""A lane, a type of instruction that computes, and its layers: the micro-batches of a lane are alike."""
+
 MessageKey: TypeAlias = tuple[type[Instruction], str, int, Sequences]
 
 
@@ -138,10 +142,11 @@ class Prepared:
         network: Network,
         slowdowns: Mapping[str, float] | None = None,
         program: Program | None = None,
+        known_s: Mapping[SpanKey, float] = MappingProxyType({}),
         condense: bool = True,
     ) -> None:
-        """`program`: the plan compiled, if it is. Without `condense` every lane runs."""
-        self.plan, self.network, self._slowdowns = plan, network, slowdowns or {}
+        """`program`: the plan compiled, if it is. `known_s`: see `sim.engine.simulate`. Without `condense` every lane runs."""
+        self.plan, self.network, self._slowdowns, self._known_s = plan, network, slowdowns or {}, known_s
         if program is None:
             lanes, ends = lanes_of(plan)
         else:
@@ -190,7 +195,10 @@ class Prepared:
         taken = work(self.network, cost, like, instruction, inner(self.network, cost, lane, instruction, like))
         taken = replace(taken, seconds=taken.seconds * slowdown)
         beside, after = (Shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
-        return Work(taken.alone_s(self.network) if folded else taken.seconds, beside, after, folded)
+        seconds = taken.alone_s(self.network) if folded else taken.seconds
+        if folded or beside is after is None:
+            seconds = self._known_s.get((lane.name, *work_key(instruction)), seconds)
+        return Work(seconds, beside, after, folded)
 
     def _computing_alike(self, lanes: Sequence[Lane], built: Mapping[str, str]) -> dict[str, Lane]:
         """For each lane the first that computes as long: it is built alike, of the same kinds of GPUs at the same speeds."""

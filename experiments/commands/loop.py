@@ -41,7 +41,7 @@ from sim.spec.job import Job
 from sim.spec.pace import plan_digest
 from sim.spec.plan import Plan, read_plan
 from sim.spec.reading import DISK_FAILURES, InputError, read_text, write_file
-from sim.spec.trace import read_trace, trace_json
+from sim.spec.trace import period_s, read_trace, trace_json
 
 PLANNERS = ("motley", "flashflex", "megatron", "uniform-grid")
 """Who searches, one after the other, until there are plans enough of different shapes."""
@@ -136,7 +136,7 @@ def loop(
             if not trace_file.is_file():
                 _run(one, trace_file, settings, current, truth if devices == "paced" else None)
             trace = read_trace(trace_file)
-            ran.append(_Ran(one, simulate(one, current).iteration_s, trace.iteration_s))
+            ran.append(_Ran(one, simulate(one, current).iteration_s, period_s(trace)))
         fastest = min([*ran, *([fastest] if fastest is not None else [])], key=lambda one: one.measured_s)
         tau, pairs = agreement(ran)
         screen.print(_table(number, ran))
@@ -245,7 +245,7 @@ def _run(plan: Plan, trace_file: Path, settings: object, cluster: Cluster, truth
         if truth is not None:
             settings = replace(settings, pace=write_pace(pace(plan, truth), Path(place) / "pace.json"))
         told = run_told(path, plan, settings, None, cluster)
-    write_file(trace_file, trace_json(told.trace), replace=True)
+    write_file(trace_file, trace_json(told.result.trace), replace=True)
 
 
 def _calibrated(folder: Path, out: Path, cluster: Cluster, seed: int) -> Cluster | None:

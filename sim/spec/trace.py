@@ -100,6 +100,21 @@ BACKGROUND = frozenset({"send", "collective"})
 """Activities that go on beside the lane's other instructions."""
 
 
+def period_s(trace: Trace) -> float:
+    """Seconds from an iteration of a measured trace to the next: its own, without those by which its lanes began apart.
+
+    A lane that is done begins the next iteration, and need not wait for the others. So all have one period, and from the first
+    one's start to the last one's end passes more. Where all begin at once, as in the simulator, the two are the same.
+    """
+    starts_s: dict[str, float] = {}
+    ends_s: dict[str, float] = {}
+    for span in trace.spans:
+        starts_s[span.lane] = min(span.start_s, starts_s.get(span.lane, span.start_s))
+        ends_s[span.lane] = max(span.end_s, ends_s.get(span.lane, span.end_s))
+    longest_s = max((end_s - starts_s[lane] for lane, end_s in ends_s.items()), default=0.0)
+    return trace.iteration_s - (max(ends_s.values(), default=0.0) - longest_s)
+
+
 def lane_pipelines(trace: Trace) -> dict[str, int]:
     """The pipeline of every lane, in lane order: that in which the plan has the lane's first device (0 where it has none)."""
     pipelines = {device: p for p, _, _, replica in trace.plan.replicas() for device in replica.devices}

@@ -37,8 +37,13 @@ MODEL = {
 
 
 @dataclass
-class Told:
+class Result:
     trace: Trace
+
+
+@dataclass
+class Told:
+    result: Result
 
 
 @dataclass
@@ -64,7 +69,7 @@ class World:
         assert read_plan(path) == plan and model is None and cluster is not None
         assert settings.pace is not None
         assert read_pace(settings.pace, plan, compile_plan(plan)) == pace(plan, TRUE)  # the truth, not the cluster
-        return Told(measured(plan, TRUE, self.runs))
+        return Told(Result(measured(plan, TRUE, self.runs)))
 
 
 @pytest.fixture

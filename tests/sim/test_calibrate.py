@@ -22,9 +22,11 @@ from sim.calibrate import (
     peaks_bytes,
     run_spread,
 )
+from sim.cost.network import Network
 from sim.engine import simulate
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import LinkOverride
+from sim.spec.program import Backward, Forward
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 from tests.calibration_runs import EFFICIENCY, LARGE, MIXED, hidden_factors, measured, random_plans, truth
@@ -59,6 +61,49 @@ def test_a_link_that_is_slower_in_one_direction_is_told_from_the_other(found: Ca
     rates = {told.name: told.after for told in found.constants}
     assert rates["bandwidth of site:centre>site:workshop"] == pytest.approx(1.75e6, rel=0.05)
     assert rates["bandwidth of site:workshop>site:centre"] == pytest.approx(2.5e6, rel=0.05)
+
+
+def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> None:
+    # Lanes of several devices take longer by 60 % than the constants say, in each plan more or less.
+    rng = np.random.default_rng(0)
+    some = []
+    for i, plan in enumerate(PLANS[:10]):
+        free = measured(plan, TRUE, i)
+        longer = 1.6 * math.exp(rng.normal(0, 0.1))
+        known_s = {
+            (span.lane, type(span.instruction), getattr(span.instruction, "layers", None)): (span.end_s - span.start_s)
+            * (longer if len(free.lanes[span.lane]) > 1 else 1.0)
+            for span in free.spans
+            if isinstance(span.instruction, (Forward, Backward))
+        }
+        some.append((f"{i}.json", replace(simulate(plan, TRUE, known_s=known_s), origin="paced")))
+    several = [any(len(devices) > 1 for devices in trace.lanes.values()) for _, trace in some]
+    assert 3 <= sum(several) <= 8
+    there = Fitting(TRUE, observed(some, WORLD))
+    predicted, _ = there._logs(range(10), np.zeros(len(there.constants)))
+    for (_, trace), logs in zip(some, predicted, strict=True):
+        assert logs[0] == pytest.approx(math.log(trace.iteration_s), abs=0.005)
+    assert sum(simulate(trace.plan, TRUE).iteration_s < 0.95 * trace.iteration_s for _, trace in some) >= 2
+    cluster = Fitting(WORLD, observed(some, WORLD)).fit()[1].cluster
+    network = Network(cluster)
+    for name, rate in (("site:centre>site:workshop", 1.75e6), ("site:workshop>site:centre", 2.5e6)):
+        assert network.named(name).capacity_bytes_per_s == pytest.approx(rate, rel=0.05), name
+    for node in WORLD.nodes:
+        card = f"{node.name}/nic0>fabric"
+        assert network.named(card).capacity_bytes_per_s == pytest.approx(
+            Network(WORLD).named(card).capacity_bytes_per_s, rel=0.05
+        )
+    for name, factor in FACTORS.items():
+        assert cluster.device(name).gpu.speed * factor == pytest.approx(1, abs=0.03), name
+
+
+def test_what_messages_take_besides_is_told_where_the_file_says_nothing() -> None:
+    # A start a hundred times the link's latency, in plans of few and of many messages.
+    slow = truth(WORLD, FACTORS, start_s=4e-3)
+    some = [(f"{i}.json", measured(plan, slow, i)) for i, plan in enumerate(PLANS[:10])]
+    fit = Fitting(WORLD, observed(some, WORLD)).fit()[1]
+    told = {one.name: one for one in fit.constants}
+    assert told["fabric.start"].told and told["fabric.start"].after == pytest.approx(4e-3, rel=0.25)
 
 
 def test_plans_that_no_fit_has_seen_are_predicted(found: Calibrated) -> None:

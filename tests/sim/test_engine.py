@@ -578,6 +578,18 @@ def test_every_published_plan_simulates_or_says_with_numbers_why_it_cannot(path:
     assert flop is not None and 0 < flop < 1
 
 
+def test_instructions_take_the_seconds_that_are_known_of_them(every_device_takes: Given) -> None:
+    # Of two stages the second one's forwards take 5 s, and not 1 s: 1 + 3 x 5 + its backward of 1 s, and then that of the first.
+    every_device_takes(1.0, 1.0)
+    cluster, given_plan = ethernet_cluster([1, 1], 1e12), plan([one_layer_pipeline(2)], 3, schedule="gpipe")
+    free = simulate(given_plan, cluster)
+    known = simulate(given_plan, cluster, known_s={("p0s1", Forward, (1, 2)): 5.0})
+    assert [
+        span.end_s - span.start_s for span in known.spans if span.lane == "p0s1" and isinstance(span.instruction, Forward)
+    ] == [pytest.approx(5.0)] * 3
+    assert known.iteration_s == pytest.approx(free.iteration_s + 3 * 4.0, rel=1e-6)
+
+
 def test_a_program_that_deadlocks_ends_with_the_grid_of_where_its_lanes_stand(every_device_takes: Given) -> None:
     every_device_takes(1.0, 1.0)
     cluster, given_plan = ethernet_cluster([1, 1], 1.0), plan([one_layer_pipeline(2)], 1)

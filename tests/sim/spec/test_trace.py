@@ -31,7 +31,18 @@ from sim.spec.program import (
     SendGradient,
 )
 from sim.spec.reading import InputError
-from sim.spec.trace import ACTIVITIES, LinkUse, Span, Trace, lane_pipelines, parse_trace, read_trace, short_devices, trace_json
+from sim.spec.trace import (
+    ACTIVITIES,
+    LinkUse,
+    Span,
+    Trace,
+    lane_pipelines,
+    parse_trace,
+    period_s,
+    read_trace,
+    short_devices,
+    trace_json,
+)
 from sim.spec.transformer import Transformer
 
 MODEL = Transformer("tiny", layers=2, hidden=4, ffn=8, heads=2, vocab=10)
@@ -120,6 +131,16 @@ def test_a_trace_of_one_clock_is_written_as_before_and_null_is_read_as_one() -> 
     text = trace_json(trace_of())
     assert "clock_residual_s" not in text
     assert parse_trace(text.replace('"versions":', '"clock_residual_s":null,\n"versions":', 1)) == trace_of()
+
+
+def test_the_period_of_lanes_that_begin_apart_is_that_of_the_longest() -> None:
+    #  p0s0  |======|
+    #  p0s1      |======|       begins when it is done with the iteration before
+    some = [Span("p0s0", Forward(0, (0, 1)), 0.0, 8.0), Span("p0s1", Forward(0, (1, 2)), 2.5, 9.5)]
+    assert period_s(trace_of(*some)) == 8.0
+    assert period_s(trace_of(*some, iteration_s=10.0)) == 8.5  # half a second of it is beyond the spans
+    assert period_s(trace_of(some[0], iteration_s=8.0)) == 8.0
+    assert period_s(trace_of()) == 9.5
 
 
 def test_every_instruction_is_an_activity() -> None:
