@@ -122,10 +122,10 @@ def test_zb_2p_warms_up_for_the_way_there_and_back() -> None:
 
 def test_zb_v_goes_along_the_stages_and_back() -> None:
     # instant  0   1   2   3   4   5   6   7   8   9   10  11  12
-    #   p0s0   F0a F1a .   F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a
+    #   p0s0   F0a F1a .   F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a
     #   p0s1   .   F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a
     assert rows(compile_plan(plan_of("zb-v", ranges_of("zb-v", 2, 2), 2))) == [
-        "F0a F1a F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a",
+        "F0a F1a F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a",
         "F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a",
     ]
 
