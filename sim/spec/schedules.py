@@ -246,7 +246,8 @@ def check_ranges(schedule: str, pipeline: Pipeline, where: str) -> None:
 
 
 _LONG = 4
-"""After so many times `depth` micro-batches all schedules but GPipe repeat themselves, and what they hold grows no more."""
+"""After so many times `depth` micro-batches all schedules but GPipe and the folded one repeat themselves, and what they hold
+grows no more."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -262,7 +263,8 @@ def in_flight(schedule: str, depth: int, position: int, micro_batches: int, chun
         return known.held(depth, position, micro_batches)
     parts = chunks if any(chunks) else (1,) * len(chunks)
     held = most = 0
-    for step in known.order(depth, position, len(chunks), min(micro_batches, _LONG * depth)):
+    counted = micro_batches if known.folded else min(micro_batches, _LONG * depth)
+    for step in known.order(depth, position, len(chunks), counted):
         if step.kind is Forward:
             held += parts[step.chunk]
             most = max(most, held)

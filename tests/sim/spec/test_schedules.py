@@ -215,6 +215,8 @@ def test_in_flight_of_long_iterations_is_that_of_their_beginning() -> None:
                 for weights in ((1,) * chunks, (0,) * (chunks - 1) + (1,), (1, 3, 2)[:chunks]):
                     most = counted(steps, weights) / sum(weights)
                     assert in_flight(schedule, depth, position, 12 * depth + 1, weights) == pytest.approx(most)
+    # What ZB-V holds of a second chunk may grow for longer.
+    assert [in_flight("zb-v", 10, 8, many, (0, 1)) for many in (40, 120)] == [9, 10]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 7])
