@@ -246,6 +246,10 @@ class Assumption:
     not_modelled: str | None
 
 
+_ABOUT = ("where", "column", "contains", "names", "model", "reason")
+"""Keys of an entry that say for what it holds, and why, or that are put together by themselves."""
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """All that is assumed, by source and by family of models; `of` picks what holds for a row."""
@@ -258,8 +262,12 @@ class Assumptions:
     _known: dict[tuple[Any, ...], Assumption] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, run: Run) -> Assumption:
-        """What is assumed for a run: the default, its source's entry, then the exceptions that hold for it. Raises InputError."""
-        source = self.sources.get(run.source_key, {})
+        """What is assumed for a run: its model's family, the default, its source's entry, the exceptions that hold for it.
+
+        A source without an entry has the default's exceptions: what its rows name of their framework is all that is known of it.
+        Raises InputError.
+        """
+        source = self.sources.get(run.source_key, self.default)
         named = (run.model_name or "").casefold()
         family = next(
             (f for f, entry in enumerate(self.families) if any(named.startswith(n.casefold()) for n in entry["names"])), None
@@ -267,19 +275,15 @@ class Assumptions:
         held = [i for i, entry in enumerate(source.get("where", ())) if _holds(entry, run)]
         key = (run.source_key, family, *held)
         if key not in self._known:
-            layers = [self.default, source, *(source["where"][i] for i in held)]
+            about = [source, *(source["where"][i] for i in held)]
+            of_model = [] if family is None else [self.families[family]]
             merged: dict[str, Any] = {}
-            model = dict(self.families[family]["model"]) if family is not None else {}
-            for layer in layers:
-                merged |= {
-                    name: value for name, value in layer.items() if name not in ("where", "column", "contains", "model", "reason")
-                }
+            model: dict[str, Any] = {}
+            for layer in (*of_model, self.default, *about):
+                merged |= {name: value for name, value in layer.items() if name not in _ABOUT}
                 model |= layer.get("model", {})
-            reasons = [] if run.source_key in self.sources else [str(self.default["reason"])]
-            reasons += [str(layer["reason"]) for layer in layers[1:] if layer]
-            if family is not None:
-                reasons.append(str(self.families[family]["reason"]))
-            self._known[key] = _assumption(Table(merged, self.where, run.source_key), model, tuple(reasons))
+            reasons = tuple(str(layer["reason"]) for layer in (*about, *of_model))
+            self._known[key] = _assumption(Table(merged, self.where, run.source_key), model, reasons)
         return self._known[key]
 
 
@@ -300,28 +304,32 @@ def _read_assumptions(path: str) -> Assumptions:
     root = Table(read_yaml(path), name)
     families = []
     for entry in root.tables("families"):
-        families.append(
-            {"names": tuple(entry.items("names")), "reason": entry.text("reason"), "model": _plain(entry.table("model"))}
-        )
-        entry.close()
-    sources: dict[str, Mapping[str, Any]] = {}
+        entry.items("names", minimum=1)
+        entry.text("reason")
+        entry.table("model")
+        families.append(_plain(entry))
     entries = root.table("sources")
-    for source in entries.keys():  # noqa: SIM118 - Table.keys also marks the keys as asked for
-        table = entries.table(source)
-        table.text("reason")
-        for exception in table.tables("where", []):
-            exception.text("reason")
-            exception.choice("column", _TYPES)
-            exception.items("contains", minimum=1)
-        sources[source] = _plain(table)
-    found = Assumptions(_plain(root.table("default")), tuple(families), sources, name)
+    sources = {source: _with_exceptions(entries.table(source)) for source in entries.keys()}  # noqa: SIM118 - marks the keys, too
+    found = Assumptions(_with_exceptions(root.table("default")), tuple(families), sources, name)
     root.close()
-    for source, values in sources.items():  # so that a mistake is told at once, and not at the first row that meets it
-        exceptions = values.get("where", ())
-        for exception in (None, *exceptions):
+    # So that a mistake is told at once, and not at the first row that meets it.
+    for family in families:
+        found.of(Run("default", "default", None, None, model_name=str(family["names"][0])))
+    for source, values in (("default", found.default), *sources.items()):
+        for exception in (None, *values.get("where", ())):
             text = {exception["column"]: exception["contains"][0]} if exception else {}
             found.of(replace(Run(source, source, None, None), **text))
     return found
+
+
+def _with_exceptions(table: Table) -> dict[str, Any]:
+    """The entry of a source, or the default, with its reason and its exceptions checked."""
+    table.text("reason")
+    for exception in table.tables("where", []):
+        exception.text("reason")
+        exception.choice("column", _TYPES)
+        exception.items("contains", minimum=1)
+    return _plain(table)
 
 
 def _plain(table: Table) -> dict[str, Any]:

@@ -413,6 +413,35 @@ def test_every_source_and_exception_has_its_reason() -> None:
         assert all(len(text) > 10 for text in ASSUMED.of(run).reasons)
 
 
+def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None:
+    def of(**told: object) -> tuple[str, int, bool]:
+        found = ASSUMED.of(replace(SMALL, **told))  # type: ignore[arg-type]
+        assert all(len(text) > 10 for text in found.reasons)
+        return found.stack, found.zero_stage, found.sequence_parallel
+
+    assert of() == ("megatron", 1, True)
+    assert of(gpu_type="H100-80GB") == ("megatron-core", 1, True)  # younger than flash attention in Megatron-LM
+    assert of(gpu_type="H100-80GB", framework="nemo 25.02") == ("nemo", 1, True)
+    assert of(framework="PyTorch FSDP") == ("composer-fsdp", 3, False)
+    assert of(framework="PyTorch FSDP (torch.compile)") == ("fms-fsdp", 3, False)  # the later exception decides
+    assert of(framework="DeepSpeed ZeRO-3") == ("deepspeed-zero3", 3, False)
+    assert of(schedule="ZB-2p") == ("megatron-zero-bubble", 1, True)
+    assert of(source_key="korth", framework="nanotron") == ("megatron", 0, False)  # a source with an entry says so itself
+    assert reason(replace(SMALL, model_name="Llama3-8B (LoRA finetune)")) == "LoRA"
+
+
+def test_the_name_of_a_model_tells_its_vocabulary_and_its_mlp() -> None:
+    def model(**told: object) -> tuple[int, int]:
+        transformer = made(replace(SMALL, vocab=None, ffn_hidden=None, **told)).plan.transformer  # type: ignore[arg-type]
+        return transformer.vocab, transformer.ffn
+
+    assert model(model_name="Llama-3.1-8B") == (128256, 896)
+    assert model(model_name="Llama2-7B") == (32000, 688)
+    assert model(model_name="GPT-1B") == (50257, 1024)
+    assert {"vocab 32000", "ffn_hidden 688"} <= set(made(replace(SMALL, vocab=None, ffn_hidden=None)).assumed)
+    assert model(model_name="GPT l30", source_key="zerobubble", schedule="1F1B")[0] == 32000  # the source's entry comes first
+
+
 def test_exceptions_hold_for_their_rows() -> None:
     stacks = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "dgxc")
     assert stacks == {"nemo": 84, "maxtext": 14}  # nine rows of MaxText and five of PaxML

@@ -151,9 +151,21 @@ def test_zb_v_has_next_to_no_bubble(depth: int, every_device_takes: Given) -> No
     work_s = 6 * 4 * depth
     # The last stage cannot begin before the forwards of the others: no order is shorter than this.
     least_s = work_s + depth - 1
-    assert least_s <= trace.iteration_s <= least_s + (depth > 4)
+    assert least_s <= trace.iteration_s <= least_s + depth // 2
     # 1F1B with the same layers would wait (p - 1)(F + I + W) of both chunks.
     assert trace.iteration_s - work_s < 6 * (depth - 1) or depth == 1
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 6, 8])
+def test_zb_v_keeps_a_small_bubble_where_halves_are_unequal_and_messages_take_time(depth: int) -> None:
+    # An order that fits together in instants of equal work alone loses 9 to 17 % here.
+    f, i, w, latency_s = 1.0, 1.1, 0.9, 0.1
+    names = [f"n{s}/0" for s in range(depth)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, i), weight_s=w))
+        cluster = ethernet_cluster([1] * depth, 1e30, latency_s=latency_s)
+        trace = simulate(plan([looped("zb-v", depth, 2)], 4 * depth, schedule="zb-v"), cluster)
+    assert trace.iteration_s < 1.09 * 2 * 4 * depth * (f + i + w)
 
 
 # --- Timelines drawn by hand -----------------------------------------------------------------------------------------
@@ -175,7 +187,7 @@ SCHEDULES_DRAWN = {
         p0s1  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """),
     "zb-v": (2, 2, 2, """
-        p0s0  F0a F1a .   F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a
+        p0s0  F0a F1a .   F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a
         p0s1  .   F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a
     """),
 }  # fmt: skip

@@ -122,10 +122,10 @@ def test_zb_2p_warms_up_for_the_way_there_and_back() -> None:
 
 def test_zb_v_goes_along_the_stages_and_back() -> None:
     # instant  0   1   2   3   4   5   6   7   8   9   10  11  12
-    #   p0s0   F0a F1a .   F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a
+    #   p0s0   F0a F1a .   F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a
     #   p0s1   .   F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a
     assert rows(compile_plan(plan_of("zb-v", ranges_of("zb-v", 2, 2), 2))) == [
-        "F0a F1a F0b I0b F1b I1b I0a W0b I1a W1b W0a W1a",
+        "F0a F1a F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a",
         "F0a F0b F1a F1b I0b I0a I1b I1a W0b W0a W1b W1a",
     ]
 
@@ -215,6 +215,8 @@ def test_in_flight_of_long_iterations_is_that_of_their_beginning() -> None:
                 for weights in ((1,) * chunks, (0,) * (chunks - 1) + (1,), (1, 3, 2)[:chunks]):
                     most = counted(steps, weights) / sum(weights)
                     assert in_flight(schedule, depth, position, 12 * depth + 1, weights) == pytest.approx(most)
+    # What ZB-V holds of a second chunk may grow for longer.
+    assert [in_flight("zb-v", 10, 8, many, (0, 1)) for many in (40, 120)] == [9, 10]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 7])
