@@ -54,12 +54,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from partition.bubble import filled_s
+from partition.bubble import Division, Filling
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
@@ -91,6 +92,10 @@ ROUNDING = 1e-9
 
 PRICES = 64
 """At how many prices of the joint constraint the Lagrangian is tried; each gives a bound, the least counts."""
+
+
+EXCHANGED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, math.inf)
+"""The ends of the ranges of how long the exchange of an island takes, in layers of the island that takes the shortest."""
 
 
 Prices: TypeAlias = npt.NDArray[np.float64]
@@ -139,6 +144,7 @@ class _KindSeconds:
 
     layer_s: float
     ends_s: float
+    head_s: float
     full_s: float
     attention_s: float
 
@@ -160,6 +166,7 @@ def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
     return _KindSeconds(
         layer_s=min(piece.forward_s + piece.backward_s for piece in layers) / sequences,
         ends_s=sum(piece.forward_s + piece.backward_s for piece in ends) / sequences,
+        head_s=(ends[1].forward_s + ends[1].backward_s) / sequences,
         full_s=min(piece.forward_s for piece in layers) / sequences,
         attention_s=min(piece.attention_s for piece in layers) / sequences,
     )
@@ -240,13 +247,20 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
     recompute_s = again / rate
     busy_s = compute_s + recompute_s
     reached_s = busy_s
-    least_bytes = _least_bytes(cluster, job, summed_bytes)
-    for islands in _partitions(cluster, {kind: 1 / seconds.layer_s for kind, seconds in kinds.items()}, *least_bytes):
-        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
+    filling = Filling(cluster, job, counts)
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
-    network_s = reached_s - busy_s
-    full_s = filled_s(cluster, job, counts, once_s, max(reached_s, path_s))
-    return Bound(full_s, compute_s, full_s - reached_s, network_s, recompute_s)
+    full_s = filling.least_s(once_s, max(busy_s, path_s))
+    reached_s = full_s
+    head_layers = min(seconds.head_s / seconds.layer_s for seconds in kinds.values())
+    least_bytes = _least_bytes(cluster, job, summed_bytes)
+    for islands in _partitions(cluster, kinds, least_bytes):
+        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
+
+        def divisions(seconds: float, islands: Sequence[_Island] = islands) -> Iterator[Division]:
+            return _divisions(islands, job, max(ends), seconds, once_s, least_bytes.repeated)
+
+        reached_s = filling.least_s(once_s, reached_s, divisions, head_layers)
+    return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
 
 
 def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) -> float | Infeasible:
@@ -291,6 +305,7 @@ def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: floa
 class _Island:
     """A part of the cluster whose links to the rest are known: the layers that its GPUs do in a second, its links' seconds."""
 
+    counts: tuple[tuple[GpuKind, int], ...]
     rate: float
     crossing_s: float
     """Of the activation of one sequence, in each direction."""
@@ -298,13 +313,8 @@ class _Island:
     """Of the exchange of one layer's gradients."""
 
 
-def _partitions(
-    cluster: Cluster, rates: Mapping[GpuKind, float], crossing_bytes: float, shared_bytes: float
-) -> Iterator[list[_Island]]:
+def _partitions(cluster: Cluster, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes) -> Iterator[list[_Island]]:
     """The cluster as islands, by nodes, by racks and by sites, as far as there are several and they limit anything."""
-    rate_of = dict.fromkeys((node.name for node in cluster.nodes), 0.0)
-    for device in cluster.devices:
-        rate_of[device.node.name] += rates.get(device.gpu, 0.0)
     parts: list[list[tuple[list[Node], float]]] = [[([node], _node_bytes_per_s(cluster, node)) for node in cluster.nodes]]
     racks: dict[object, list[Node]] = {}
     sites: dict[str, list[Node]] = {}
@@ -317,18 +327,34 @@ def _partitions(
     parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
     for islands in parts:
         if len(islands) > 1:
-            yield [
-                _Island(
-                    sum(rate_of[node.name] for node in nodes),
-                    crossing_bytes / bytes_per_s,
-                    shared_bytes / bytes_per_s,
-                )
-                for nodes, bytes_per_s in islands
-            ]
+            yield [_island(cluster, nodes, bytes_per_s, kinds, least_bytes) for nodes, bytes_per_s in islands]
 
 
-def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, float]:
-    """Bytes of a crossing, and of the exchange of one layer, that an island's links carry in each direction at least."""
+def _island(
+    cluster: Cluster, nodes: Sequence[Node], bytes_per_s: float, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes
+) -> _Island:
+    """Some nodes, whose links carry so many bytes in a second."""
+    names = {node.name for node in nodes}
+    counts = Counter(device.gpu for device in cluster.devices if device.node.name in names and device.gpu in kinds)
+    rate = sum(count / kinds[kind].layer_s for kind, count in counts.items())
+    ordered = tuple(sorted(counts.items(), key=lambda item: item[0].name))
+    return _Island(ordered, rate, least_bytes.crossing / bytes_per_s, least_bytes.shared / bytes_per_s)
+
+
+@dataclass(frozen=True)
+class _LeastBytes:
+    """Bytes that an island's links carry in each direction at least."""
+
+    crossing: float
+    """Of the activation of one sequence."""
+    shared: float
+    """Of the exchange of one layer."""
+    repeated: float
+    """How many times as many they are of an exchange that does not wait for the last micro-batch."""
+
+
+def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> _LeastBytes:
+    """What a crossing takes, and an exchange, if gradients are summed in so many bytes; see the head of this file."""
     element_bytes, scale = PRECISION_BYTES[job.precision], cluster.stack.collective_scale
     model = job.model
     # A group across islands sums an activation at the embedding or the head, of its width, and four for each layer.
@@ -336,7 +362,9 @@ def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, 
     crossing *= min(1.0, min(2.0, model.embedding_width / model.hidden) / scale)
     parts = layer_parameter_parts(model)
     each = min(summed_bytes, (summed_bytes + element_bytes) / 2)
-    return crossing, (parts.total - parts.experts) * each / scale
+    # At each of two micro-batches or more; or the parameters of one gathered for its forward and for its backward.
+    again = min(2 * summed_bytes, summed_bytes + element_bytes / 2, summed_bytes / 2 + element_bytes)
+    return _LeastBytes(crossing, (parts.total - parts.experts) * each / scale, again / each)
 
 
 def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
@@ -415,16 +443,38 @@ def _network_s(islands: Sequence[_Island], job: Job, work: float, ends: float, o
 
 def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch: int, layers: int, ends: float) -> float:
     """The most layers of sequences, ends counted as so many, that islands can do in some seconds."""
-    computing_s = seconds - once_s
-    free = sum(island.rate for island in islands if 2 * batch * island.crossing_s <= seconds) * computing_s
-    tight = Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
-    if not tight:
-        return free
+    tight = _tight(islands, seconds, batch)
+    free = sum(island.rate for island in islands if island not in tight) * (seconds - once_s)
+    choices = _choices(tight, seconds, once_s, batch, layers, ends)
+    return free + max(sum(island.rate for island in chosen) * (seconds - once_s) + others for chosen, others in choices)
+
+
+def _tight(islands: Sequence[_Island], seconds: float, batch: int) -> Counter[_Island]:
+    """The islands that not every sequence can enter and leave."""
+    return Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
+
+
+def _choices(
+    tight: Counter[_Island],
+    seconds: float,
+    once_s: float,
+    batch: int,
+    layers: int,
+    ends: float,
+    most_s: float = math.inf,
+    repeated: float = 1.0,
+) -> Iterator[tuple[tuple[_Island, ...], float]]:
+    """Which of some islands are ends, and the most work that the others of them then do.
+
+    Of an exchange that takes an island no longer than `most_s`, or of one that moves so many times the bytes.
+    """
     # A price above half of all layers buys nothing: each sequence begun or ended saves one crossing, half a visit.
     prices = np.concatenate([[0.0], np.geomspace(1e-3, (layers + ends) / 2 + 1, PRICES)])
-    best = 0.0
     by_ends = {
-        some: {island: _shared_work(island, prices, seconds, computing_s, batch, layers, ends, some) for island in tight}
+        some: {
+            island: _shared_work(island, prices, seconds, seconds - once_s, batch, layers, ends, some, most_s, repeated)
+            for island in tight
+        }
         for some in (False, True)
     }
     for chosen in _ends(tight):
@@ -435,9 +485,7 @@ def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch:
             continue
         counts = tight - Counter(chosen)
         others = np.sum([count * shared[island] for island, count in counts.items()], axis=0) if counts else np.zeros_like(prices)
-        done = sum(island.rate for island in chosen) * computing_s
-        best = max(best, done + float(np.min(others + prices * left)))
-    return free + best
+        yield chosen, float(np.min(others + prices * left))
 
 
 def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
@@ -458,13 +506,16 @@ def _shared_work(
     layers: int,
     ends: float,
     leave: bool,
+    most_s: float,
+    repeated: float,
 ) -> Prices:
     """At each price of a sequence begun or ended, the most work of an island, less the price, if its layers are all shared.
 
     With `leave` all sequences also visit another island, so that each visit has a crossing although it begins and ends here.
     """
-    held = np.arange(layers + 1)
-    left_s = seconds - island.shared_s * held
+    each_s = island.shared_s * repeated
+    held = np.arange(1 + min(layers, math.floor(most_s / each_s)) if each_s > 0 and most_s < math.inf else 1 + layers)
+    left_s = seconds - each_s * held
     # Of groups that span islands it may have parts: their layers cost as much as two visits, their ends as half a visit.
     each = np.maximum(np.maximum(held, 0.5) + ends, 2 * ends)
     most = np.minimum(island.rate * computing_s, batch * (held + ends) + seconds / (4 * island.crossing_s))
@@ -474,6 +525,35 @@ def _shared_work(
     gain = np.maximum(0.0, 1 - 2 * prices[:, None] / each)
     done: Prices = np.max(np.where(left_s >= 0, unpaid + paid * gain, 0.0), axis=1)
     return done
+
+
+def _divisions(
+    islands: Sequence[_Island], job: Job, ends: float, seconds: float, once_s: float, repeated: float
+) -> Iterator[Division]:
+    """How islands can divide the work in some seconds: which of them are free or ends, and how long gradients are exchanged."""
+    batch, layers = job.global_batch, job.model.layers
+    tight = _tight(islands, seconds, batch)
+    free = Counter(islands) - tight
+
+    def divided(exchange_s: float, most_s: float, times: float) -> Iterator[Division]:
+        for chosen, others in _choices(tight, seconds, once_s, batch, layers, ends, most_s, times):
+            counts: Counter[GpuKind] = Counter()
+            for island in (*free.elements(), *chosen):
+                counts.update(dict(island.counts))
+            yield Division(counts, others, exchange_s)
+
+    if not tight:
+        yield from divided(0.0, math.inf, 1.0)
+        return
+    yield from divided(0.0, math.inf, repeated)
+    unit_s = min(island.shared_s for island in tight)
+    if unit_s == 0:
+        yield from divided(0.0, math.inf, 1.0)
+        return
+    for low, high in pairwise(EXCHANGED):
+        if low * unit_s > seconds:
+            return
+        yield from divided(low * unit_s * (1 - ROUNDING), high * unit_s * (1 - ROUNDING), 1.0)
 
 
 # --- The gap ---------------------------------------------------------------------------------------------------------

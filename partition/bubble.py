@@ -43,9 +43,9 @@ Left out: embedding and optimizer, messages on the way, latencies, and what memo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeAlias
 
 import numpy as np
@@ -127,54 +127,130 @@ class _Kind:
     """The part of the way that is back, at least."""
 
 
-def filled_s(cluster: Cluster, job: Job, counts: Mapping[GpuKind, int], once_s: float, least_s: float) -> float:
-    """The least seconds, no fewer than `least_s`, in which GPUs can do the job; of an iteration, `once_s` are lost to it."""
-    kinds = [_kind(cluster, job, kind, counts) for kind in counts]
-    low = least_s
-    for way in GPU_WAYS:
-        for way_price in GPU_WAY_PRICES:
+@dataclass(frozen=True)
+class Division:
+    """A way to divide the work over a cluster: GPUs that may compute all the time, and what all others do at most."""
 
-            def too_short(seconds: float, way: float = way, way_price: float = way_price) -> bool:
-                return _too_short(kinds, job, seconds - once_s, way, way_price)
-
-            if not too_short(low):
-                continue
-            high = 1.05 * low
-            while too_short(high):
-                low, high = high, 1.5 * high
-            for _ in range(STEPS):
-                middle = (low + high) / 2
-                low, high = (middle, high) if too_short(middle) else (low, middle)
-    return low
+    counts: Mapping[GpuKind, int]
+    others: float = 0.0
+    """Layers of sequences."""
+    exchange_s: float = 0.0
+    """How long gradients and parameters are on their way at least when all forwards are done."""
 
 
-def _too_short(kinds: list[_Kind], job: Job, seconds: float, way: float, way_price: float) -> bool:
-    """Whether GPUs cannot do the job in so many seconds, by their prices for such a way at such a price."""
-    layers = job.model.layers
-    forward, back = min(kind.forward for kind in kinds), min(kind.back for kind in kinds)
-    second = WAY_PRICES * layers / seconds
-    each = np.full((len(WAY_PRICES), len(WAYS) - 1), math.inf)
-    head, given = math.inf, 0.0
-    for kind in kinds:
-        lanes = kind.lanes
-        worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
-        price = float(np.max(worth * _computing_s(lanes, np.array([way]), seconds, forward, back)[:, 0] / lanes.gpu_s))
-        given += kind.count * price
-        head = min(head, price * kind.head_s / seconds)
-        computing_s = _computing_s(lanes, WAYS[:-1], seconds, forward, back)
-        cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
-        paid = second[:, None] * lanes.way_s
-        each = np.minimum(each, np.min(cost + paid[:, :, None], axis=1))
-    least = np.max(layers * each - second[:, None] * WAYS[1:] * seconds, axis=0).min() + head
-    return bool(job.global_batch * least > given * (1 + 1e-9))
+Divisions: TypeAlias = Callable[[float], Iterable[Division]]
+"""All ways to divide the work, given the seconds of an iteration."""
 
 
-def _computing_s(lanes: _Lanes, ways: Array, seconds: float, forward: float, back: float) -> Array:
-    """E of each lane, for ways that are such fractions of the seconds, of which at least such parts are forward and back."""
-    kept_forward_s, kept_backward_s = lanes.kept_forward_s[:, None], lanes.kept_backward_s[:, None]
-    computing_s = np.minimum((1 - forward * ways) * seconds + kept_forward_s, (1 - back * ways) * seconds + kept_backward_s)
-    both_s: Array = np.minimum(computing_s, (1 - ways) * seconds + kept_forward_s + kept_backward_s)
-    return np.minimum(both_s, seconds)
+@dataclass(frozen=True)
+class _Priced:
+    """A kind at some prices: its own, that of a layer of a sequence on the cheapest lanes (by price and length of the way), and
+    that of the head."""
+
+    price: float
+    each: Array
+    head: float
+
+
+class Filling:
+    """What GPUs of some kinds can do at all, by filling and draining their pipelines."""
+
+    def __init__(self, cluster: Cluster, job: Job, counts: Mapping[GpuKind, int]) -> None:
+        self.job, self.counts = job, counts
+        self._kinds = {kind: _kind(cluster, job, kind, counts) for kind in counts}
+        self._forward = min(kind.forward for kind in self._kinds.values())
+        self._back = min(kind.back for kind in self._kinds.values())
+        self._prices = list(product(GPU_WAYS, GPU_WAY_PRICES))
+
+    def least_s(self, once_s: float, least_s: float, divisions: Divisions | None = None, head_layers: float = 0.0) -> float:
+        """The least seconds, no fewer than `least_s`, of an iteration, of which `once_s` are lost, in any of the divisions.
+
+        Without divisions all GPUs may compute all the time. A head is worth `head_layers` layers at least on GPUs that may not.
+        """
+        found = divisions or (lambda _: [Division(self.counts)])
+
+        def too_short(seconds: float) -> bool:
+            known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]] = {}
+            return all(self._too_short(division, seconds - once_s, once_s, head_layers, known) for division in found(seconds))
+
+        low = least_s
+        if not too_short(low):
+            return low
+        high = 1.05 * low
+        while too_short(high):
+            low, high = high, 1.5 * high
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if too_short(middle) else (low, middle)
+        return low
+
+    def _too_short(
+        self,
+        division: Division,
+        seconds: float,
+        once_s: float,
+        head_layers: float,
+        known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]],
+    ) -> bool:
+        """Whether the job cannot be done in so many seconds if its work is divided so, by some prices."""
+        exchange_s = max(0.0, division.exchange_s - once_s)
+        for at, prices in enumerate(self._prices):
+            key = (exchange_s, prices)
+            if key not in known:
+                known[key] = self._priced(seconds, exchange_s, *prices)
+            if self._proven(division, seconds, head_layers, known[key]):
+                self._prices.insert(0, self._prices.pop(at))  # others like it are often proven so, too
+                return True
+        return False
+
+    def _proven(self, division: Division, seconds: float, head_layers: float, priced: Mapping[GpuKind, _Priced]) -> bool:
+        """Whether these prices prove that the job cannot be done in so many seconds."""
+        job, layers = self.job, self.job.model.layers
+        free = [priced[kind] for kind, count in division.counts.items() if count]
+        if not free:
+            return division.others < job.global_batch * layers * (1 - 1e-9)
+        given = sum(count * priced[kind].price for kind, count in division.counts.items())
+        second = WAY_PRICES * layers / seconds
+        each, head = np.minimum.reduce([kind.each for kind in free]), min(kind.head for kind in free)
+        net = layers * each - second[:, None] * WAYS[1:] * seconds
+        best = np.argmax(net, axis=0)
+        at = int(np.argmin(np.max(net, axis=0)))
+        least = float(np.max(net, axis=0)[at])
+        if job.global_batch * (least + head) <= given * (1 + 1e-9):
+            return False
+        if division.others == 0:
+            return True
+        # A layer on the other GPUs has a price, too, as it has on these, without or with its part of the way.
+        for other in ((least + head) / (layers + head_layers), float(each[best[at], at])):
+            net = layers * np.minimum(each, other) - second[:, None] * WAYS[1:] * seconds
+            needed = job.global_batch * (float(np.max(net, axis=0).min()) + min(head, other * head_layers))
+            if needed > (given + other * division.others) * (1 + 1e-9):
+                return True
+        return False
+
+    def _priced(self, seconds: float, exchange_s: float, way: float, way_price: float) -> Mapping[GpuKind, _Priced]:
+        """The kinds at their prices for such a way at such a price."""
+        layers = self.job.model.layers
+        second = WAY_PRICES * layers / seconds
+        found = {}
+        for name, kind in self._kinds.items():
+            lanes = kind.lanes
+            worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
+            price = float(np.max(worth * self._computing_s(lanes, np.array([way]), seconds, exchange_s)[:, 0] / lanes.gpu_s))
+            computing_s = self._computing_s(lanes, WAYS[:-1], seconds, exchange_s)
+            cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
+            paid = second[:, None] * lanes.way_s
+            found[name] = _Priced(price, np.min(cost + paid[:, :, None], axis=1), price * kind.head_s / seconds)
+        return found
+
+    def _computing_s(self, lanes: _Lanes, ways: Array, seconds: float, exchange_s: float) -> Array:
+        """E of each lane, for ways that are such fractions of the seconds."""
+        kept_forward_s, kept_backward_s = lanes.kept_forward_s[:, None], lanes.kept_backward_s[:, None]
+        forward_s, back_s = self._forward * ways * seconds, np.maximum(self._back * ways * seconds, exchange_s)
+        after_s = np.maximum(ways * seconds, forward_s + back_s)
+        computing_s = np.minimum(seconds - forward_s + kept_forward_s, seconds - back_s + kept_backward_s)
+        both_s: Array = np.minimum(computing_s, seconds - after_s + kept_forward_s + kept_backward_s)
+        return np.minimum(both_s, seconds)
 
 
 # --- Choices ---------------------------------------------------------------------------------------------------------

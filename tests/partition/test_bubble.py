@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from partition.bound import Bound, lower_bound
-from partition.bubble import filled_s
+from partition.bubble import Filling
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.pieces import head_seconds, layer_seconds
@@ -38,7 +38,7 @@ def alike(kind: GpuKind, count: int, **stack: float) -> Cluster:
 def least_s(on: Cluster, work: Job) -> float:
     """The bound by filling and draining alone."""
     kind = on.nodes[0].gpu
-    return filled_s(on, work, {kind: len(on.nodes)}, 0.0, 1e-9)
+    return Filling(on, work, {kind: len(on.nodes)}).least_s(0.0, 1e-9)
 
 
 # --- Closed forms ----------------------------------------------------------------------------------------------------
