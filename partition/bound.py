@@ -144,7 +144,6 @@ class _KindSeconds:
 
     layer_s: float
     ends_s: float
-    head_s: float
     full_s: float
     attention_s: float
 
@@ -166,7 +165,6 @@ def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
     return _KindSeconds(
         layer_s=min(piece.forward_s + piece.backward_s for piece in layers) / sequences,
         ends_s=sum(piece.forward_s + piece.backward_s for piece in ends) / sequences,
-        head_s=(ends[1].forward_s + ends[1].backward_s) / sequences,
         full_s=min(piece.forward_s for piece in layers) / sequences,
         attention_s=min(piece.attention_s for piece in layers) / sequences,
     )
@@ -251,23 +249,57 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
     full_s = filling.least_s(once_s, max(busy_s, path_s))
     reached_s = full_s
-    head_layers = min(seconds.head_s / seconds.layer_s for seconds in kinds.values())
     least_bytes = _least_bytes(cluster, job, summed_bytes)
+    steady = list(_steady(cluster, job, kinds, counts, summed_bytes))
     for islands in _partitions(cluster, kinds, least_bytes):
         reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
 
         def divisions(seconds: float, islands: Sequence[_Island] = islands) -> Iterator[Division]:
-            return _divisions(islands, job, max(ends), seconds, once_s, least_bytes.repeated)
+            return _divisions(islands, job, max(ends), seconds, once_s, filling, steady)
 
-        reached_s = filling.least_s(once_s, reached_s, divisions, head_layers)
+        reached_s = filling.least_s(once_s, reached_s, divisions)
     return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
 
 
-def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) -> float | Infeasible:
-    """Bytes of activations of one sequence that do not fit beside those `held`, if no layer is recomputed; or why none do."""
+@dataclass(frozen=True)
+class _Steady:
+    """Plans that sum gradients, or gather parameters, at every micro-batch, if there are so many micro-batches or more."""
+
+    times: float
+    """The bytes that an exchange moves, per byte of one that waits for the last micro-batch."""
+    again: float
+    """What must be computed a second time, in layers of sequences."""
+    most_again: float
+    """The same of one layer of a sequence at most, where all of it is recomputed."""
+
+
+def _steady(
+    cluster: Cluster, job: Job, kinds: Mapping[GpuKind, _KindSeconds], counts: Counter[GpuKind], summed_bytes: int
+) -> Iterator[_Steady]:
+    """What such plans cost: those of few micro-batches hold much at once, those of many exchange much."""
+    element_bytes, batch = PRECISION_BYTES[job.precision], job.global_batch
+    once = min(summed_bytes, (summed_bytes + element_bytes) / 2)
+    held = total_parameters(job.model) * (element_bytes + summed_bytes)
+    most_again = max(seconds.full_s / seconds.layer_s for seconds in kinds.values())
+    for number in range(1, batch + 1):
+        if batch % number:
+            continue
+        spilled = _spilled(cluster, job, counts, held, batch // number)
+        if isinstance(spilled, Infeasible):
+            continue
+        again = batch * min(_recomputed(job, cluster, seconds, spilled) / seconds.layer_s for seconds in kinds.values())
+        again /= batch // number
+        summed = min(number * summed_bytes, (number * summed_bytes + element_bytes) / 2)
+        yield _Steady((summed_bytes / 2 + element_bytes if number == 1 else summed) / once, again, most_again)
+        if again == 0:
+            return
+
+
+def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int, sequences: int = 1) -> float | Infeasible:
+    """Bytes of activations of some sequences that do not fit beside those `held`, if no layer is recomputed; or why none do."""
     model = job.model
-    most = _kept_bytes(job, cluster, "none") * model.layers
-    least = _kept_bytes(job, cluster, "full") * model.layers
+    most = _kept_bytes(job, cluster, "none") * model.layers * sequences
+    least = _kept_bytes(job, cluster, "full") * model.layers * sequences
     room = sum(count * max(0.0, kind.memory_bytes - cluster.stack.context_bytes) for kind, count in counts.items())
     room *= (1 + ROUNDING) / (1 + cluster.stack.fragmentation)
     if held + least > room:
@@ -349,8 +381,6 @@ class _LeastBytes:
     """Of the activation of one sequence."""
     shared: float
     """Of the exchange of one layer."""
-    repeated: float
-    """How many times as many they are of an exchange that does not wait for the last micro-batch."""
 
 
 def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> _LeastBytes:
@@ -362,9 +392,7 @@ def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> _LeastBytes:
     crossing *= min(1.0, min(2.0, model.embedding_width / model.hidden) / scale)
     parts = layer_parameter_parts(model)
     each = min(summed_bytes, (summed_bytes + element_bytes) / 2)
-    # At each of two micro-batches or more; or the parameters of one gathered for its forward and for its backward.
-    again = min(2 * summed_bytes, summed_bytes + element_bytes / 2, summed_bytes / 2 + element_bytes)
-    return _LeastBytes(crossing, (parts.total - parts.experts) * each / scale, again / each)
+    return _LeastBytes(crossing, (parts.total - parts.experts) * each / scale)
 
 
 def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
@@ -445,7 +473,8 @@ def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch:
     """The most layers of sequences, ends counted as so many, that islands can do in some seconds."""
     tight = _tight(islands, seconds, batch)
     free = sum(island.rate for island in islands if island not in tight) * (seconds - once_s)
-    choices = _choices(tight, seconds, once_s, batch, layers, ends)
+    capacities = {island: island.rate * (seconds - once_s) for island in tight}
+    choices = _choices(tight, capacities, seconds, batch, layers, ends)
     return free + max(sum(island.rate for island in chosen) * (seconds - once_s) + others for chosen, others in choices)
 
 
@@ -456,8 +485,8 @@ def _tight(islands: Sequence[_Island], seconds: float, batch: int) -> Counter[_I
 
 def _choices(
     tight: Counter[_Island],
+    capacities: Mapping[_Island, float],
     seconds: float,
-    once_s: float,
     batch: int,
     layers: int,
     ends: float,
@@ -472,7 +501,7 @@ def _choices(
     prices = np.concatenate([[0.0], np.geomspace(1e-3, (layers + ends) / 2 + 1, PRICES)])
     by_ends = {
         some: {
-            island: _shared_work(island, prices, seconds, seconds - once_s, batch, layers, ends, some, most_s, repeated)
+            island: _shared_work(island, capacities[island], prices, seconds, batch, layers, ends, some, most_s, repeated)
             for island in tight
         }
         for some in (False, True)
@@ -499,9 +528,9 @@ def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
 
 def _shared_work(
     island: _Island,
+    capacity: float,
     prices: Prices,
     seconds: float,
-    computing_s: float,
     batch: int,
     layers: int,
     ends: float,
@@ -518,7 +547,7 @@ def _shared_work(
     left_s = seconds - each_s * held
     # Of groups that span islands it may have parts: their layers cost as much as two visits, their ends as half a visit.
     each = np.maximum(np.maximum(held, 0.5) + ends, 2 * ends)
-    most = np.minimum(island.rate * computing_s, batch * (held + ends) + seconds / (4 * island.crossing_s))
+    most = np.minimum(capacity, batch * (held + ends) + seconds / (4 * island.crossing_s))
     without = left_s / (2 * island.crossing_s) * each
     unpaid = np.minimum(most, without)
     paid = np.minimum(most - unpaid, without if leave else batch * each)
@@ -528,7 +557,13 @@ def _shared_work(
 
 
 def _divisions(
-    islands: Sequence[_Island], job: Job, ends: float, seconds: float, once_s: float, repeated: float
+    islands: Sequence[_Island],
+    job: Job,
+    ends: float,
+    seconds: float,
+    once_s: float,
+    filling: Filling,
+    steady: Sequence[_Steady],
 ) -> Iterator[Division]:
     """How islands can divide the work in some seconds: which of them are free or ends, and how long gradients are exchanged."""
     batch, layers = job.global_batch, job.model.layers
@@ -536,7 +571,9 @@ def _divisions(
     free = Counter(islands) - tight
 
     def divided(exchange_s: float, most_s: float, times: float) -> Iterator[Division]:
-        for chosen, others in _choices(tight, seconds, once_s, batch, layers, ends, most_s, times):
+        most = filling.most(seconds, once_s, exchange_s)
+        capacities = {island: sum(count * most[kind] for kind, count in island.counts) for island in tight}
+        for chosen, others in _choices(tight, capacities, seconds, batch, layers, ends, most_s, times):
             counts: Counter[GpuKind] = Counter()
             for island in (*free.elements(), *chosen):
                 counts.update(dict(island.counts))
@@ -545,7 +582,13 @@ def _divisions(
     if not tight:
         yield from divided(0.0, math.inf, 1.0)
         return
-    yield from divided(0.0, math.inf, repeated)
+    best = filling.most(seconds, once_s, 0.0)
+    for plans in steady:
+        needed = batch * (layers + filling.head_layers) + plans.again
+        for division in divided(0.0, math.inf, plans.times):
+            done = sum(count * best[kind] for kind, count in division.counts.items())
+            if done + division.others * (1 + plans.most_again) >= needed * (1 - 1e-12):
+                yield division
     unit_s = min(island.shared_s for island in tight)
     if unit_s == 0:
         yield from divided(0.0, math.inf, 1.0)

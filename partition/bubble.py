@@ -72,7 +72,7 @@ SHARES = (1.25, 0.25, 5.0)
 """By how much ranges of a lane's share of a micro-batch grow, where there are between so many and so many sequences for each of
 its GPUs; elsewhere they double."""
 
-RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.4, 1.0)
+RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 """The ends of the ranges of the fraction of its layers that a lane recomputes."""
 
 WAYS = np.concatenate([[0.0], np.geomspace(1 / 64, 0.5, 60), [1.0]])
@@ -86,8 +86,11 @@ GPU_WAY_PRICES = (0.1, 0.2, 0.35, 0.6)
 """Prices of GPUs that are tried: what each is worth if D + D' is such a fraction of the iteration and a second of it has such a
 price, so that lanes of all kinds are equally dear."""
 
-WORST = 1.15
+WORST = 1.4
 """Of lanes that take longer than the best by such a factor it is not asked how long their way is, or what they hold."""
+
+LONG = 1.15
+"""Of lanes that do so without recomputation, by this factor, it is not asked how long their way is."""
 
 LEAST_S = 1e-30
 """In place of no seconds at all, of which nothing can be a part."""
@@ -161,17 +164,19 @@ class Filling:
         self._forward = min(kind.forward for kind in self._kinds.values())
         self._back = min(kind.back for kind in self._kinds.values())
         self._prices = list(product(GPU_WAYS, GPU_WAY_PRICES))
+        # No lane is asked for the head more seldom, in its own layers' seconds.
+        self.head_layers = min(kind.head_s / (WORST * kind.lanes.gpu_s.min()) for kind in self._kinds.values())
 
-    def least_s(self, once_s: float, least_s: float, divisions: Divisions | None = None, head_layers: float = 0.0) -> float:
+    def least_s(self, once_s: float, least_s: float, divisions: Divisions | None = None) -> float:
         """The least seconds, no fewer than `least_s`, of an iteration, of which `once_s` are lost, in any of the divisions.
 
-        Without divisions all GPUs may compute all the time. A head is worth `head_layers` layers at least on GPUs that may not.
+        Without divisions all GPUs may compute all the time.
         """
         found = divisions or (lambda _: [Division(self.counts)])
 
         def too_short(seconds: float) -> bool:
             known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]] = {}
-            return all(self._too_short(division, seconds - once_s, once_s, head_layers, known) for division in found(seconds))
+            return all(self._too_short(division, seconds - once_s, once_s, known) for division in found(seconds))
 
         low = least_s
         if not too_short(low):
@@ -184,12 +189,20 @@ class Filling:
             low, high = (middle, high) if too_short(middle) else (low, middle)
         return low
 
+    def most(self, seconds: float, once_s: float, exchange_s: float) -> Mapping[GpuKind, float]:
+        """The most layers of sequences that a GPU of each kind does, a head counted as `head_layers` of them."""
+        after_s = max(0.0, exchange_s - once_s)
+        found = {}
+        for name, kind in self._kinds.items():
+            computing_s = self._computing_s(kind.lanes, np.zeros(1), seconds - once_s, after_s)[:, 0]
+            found[name] = float(np.max(computing_s / kind.lanes.gpu_s))
+        return found
+
     def _too_short(
         self,
         division: Division,
         seconds: float,
         once_s: float,
-        head_layers: float,
         known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]],
     ) -> bool:
         """Whether the job cannot be done in so many seconds if its work is divided so, by some prices."""
@@ -198,12 +211,12 @@ class Filling:
             key = (exchange_s, prices)
             if key not in known:
                 known[key] = self._priced(seconds, exchange_s, *prices)
-            if self._proven(division, seconds, head_layers, known[key]):
+            if self._proven(division, seconds, known[key]):
                 self._prices.insert(0, self._prices.pop(at))  # others like it are often proven so, too
                 return True
         return False
 
-    def _proven(self, division: Division, seconds: float, head_layers: float, priced: Mapping[GpuKind, _Priced]) -> bool:
+    def _proven(self, division: Division, seconds: float, priced: Mapping[GpuKind, _Priced]) -> bool:
         """Whether these prices prove that the job cannot be done in so many seconds."""
         job, layers = self.job, self.job.model.layers
         free = [priced[kind] for kind, count in division.counts.items() if count]
@@ -221,9 +234,9 @@ class Filling:
         if division.others == 0:
             return True
         # A layer on the other GPUs has a price, too, as it has on these, without or with its part of the way.
-        for other in ((least + head) / (layers + head_layers), float(each[best[at], at])):
+        for other in ((least + head) / (layers + self.head_layers), float(each[best[at], at])):
             net = layers * np.minimum(each, other) - second[:, None] * WAYS[1:] * seconds
-            needed = job.global_batch * (float(np.max(net, axis=0).min()) + min(head, other * head_layers))
+            needed = job.global_batch * (float(np.max(net, axis=0).min()) + min(head, other * self.head_layers))
             if needed > (given + other * division.others) * (1 + 1e-9):
                 return True
         return False
@@ -293,6 +306,7 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
     logits = head_activation_bytes(model, 1, job.sequence_length, 1, False, element_bytes)
     room = max(0.0, kind.memory_bytes - software.context_bytes) * (1 + ROUNDING) / (1 + software.fragmentation)
     choices = []
+    long_s = LONG * min(lane.gpu_s for pair in lanes for lane in pair)
     for fewest, many in pairwise(RECOMPUTED):
         kept = (1 - many) * least + many * full
         for few, more in lanes:
@@ -303,13 +317,13 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
             choices.append(
                 (
                     more.each * (more.forward_s + more.backward_s + fewest * more.again_s),
-                    few.way_s,
+                    few.way_s if more.gpu_s < long_s else 0.0,
                     max(layers * few.forward_s, heads * few.head_forward_s),
                     max(layers * backward_s, heads * few.head_backward_s),
                 )
             )
     worst_s = WORST * min(choice[0] for choice in choices)
-    asked = [lane for pair in lanes if pair[1].gpu_s < worst_s for lane in pair]
+    asked = [lane for pair in lanes if pair[1].gpu_s < long_s for lane in pair]
     parts = [lane.forward_s / lane.way_s for lane in asked]
     head_s = min(more.each * (more.head_forward_s + more.head_backward_s) for _, more in lanes)
     return _Kind(counts[kind], _undominated(choices, worst_s), head_s, min(parts), 1 - max(parts))
