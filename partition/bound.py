@@ -39,13 +39,28 @@ What all islands do at most, over all choices of ends and of d, follows from the
 all ways to sum gradients over two islands (an all-reduce moves all of them into each, a scatter half of them, a gather half of
 the parameters), without those of experts, which may be divided instead.
 
+Exchange. Under ZeRO 0 and 1 a layer's gradients are summed when all lanes that hold it have done the backward of their last
+micro-batch, in every pipeline, for each holds every layer. A lane's micro-batches come in order, and a backward begins after the
+forward through all layers: so when the first sum begins, no forward is left anywhere. All sums, and all gathers of parameters,
+follow. Where an island needs W = sigma d seconds for them, all forwards thus end W before the iteration does, and what GPUs then
+compute is of what their memory holds (`partition.bubble`). With one micro-batch it is so under ZeRO 2 and 3, too; but
+for what ZeRO 3 gathers before, over islands twice a layer. ZeRO 2 and 3 scatter at each of M micro-batches, as many in all
+pipelines: an exchange takes M times as long, but for the last gather, and need not wait. But whole micro-batches are held, B / M
+sequences of every layer at once; what of them does not fit is recomputed (as above), and adds to the work.
+
+Together. So T seconds are too short if, of all these kinds of plans, whatever W (between any two of some values), and whichever
+islands are ends, none does the work: the GPUs of islands that are free or ends fill and drain pipelines as best they can, while
+those of the others do no more than the Lagrangian says. Of an island that is shared each GPU does no more than it could without
+any way of sequences through other stages.
+
 Bubble. One sequence passes all layers one after another, forward and, in the input halves, backward, each at best on the lane
 that is quickest at it, of whatever kind and degree; an optimizer step follows. And pipelines fill and drain, the faster the
 smaller their micro-batches are, but the smaller these are, the worse they compute (`partition.bubble`).
 
-Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, when gradients are
-exchanged, which schedules there are and what each of them holds, the parameters of each GPU by itself, whole layers to a lane.
-Network, and filling and draining, are reasons by themselves: the slower one counts, not their sum.
+Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, in which order layers are
+exchanged, that a layer is passed only once by each sequence (shared islands do their layers as often as their links allow), which
+schedules there are and what each of them holds, the parameters of each GPU by itself, whole layers to a lane, and where in a
+pipeline a lane is: the way of its first sequence to it, with the messages on it.
 """
 
 from __future__ import annotations
@@ -105,7 +120,7 @@ Prices: TypeAlias = npt.NDArray[np.float64]
 class Bound:
     """The least seconds of an iteration, and what they are made of: the parts sum to the whole.
 
-    Each part but the first is what its reason adds to those before it, in the order compute, recompute, network, bubble.
+    Each part but the first is what its reason adds to those before it, in the order compute, recompute, bubble, network.
     """
 
     iteration_s: float
@@ -114,6 +129,7 @@ class Bound:
     bubble_s: float
     """Of filling and draining, and of micro-batches that are small so that this does not take longer."""
     network_s: float
+    """Of what islands must send each other, and of waiting for it."""
     recompute_s: float
 
 
@@ -255,7 +271,7 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
         reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
 
         def divisions(seconds: float, islands: Sequence[_Island] = islands) -> Iterator[Division]:
-            return _divisions(islands, job, max(ends), seconds, once_s, filling, steady)
+            return _divisions(islands, job, max(*ends, filling.head_layers), seconds, once_s, filling, steady)
 
         reached_s = filling.least_s(once_s, reached_s, divisions)
     return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
@@ -583,11 +599,12 @@ def _divisions(
         yield from divided(0.0, math.inf, 1.0)
         return
     best = filling.most(seconds, once_s, 0.0)
+    most = sum(count * best[kind] for kind, count in filling.counts.items())
     for plans in steady:
         needed = batch * (layers + filling.head_layers) + plans.again
         for division in divided(0.0, math.inf, plans.times):
             done = sum(count * best[kind] for kind, count in division.counts.items())
-            if done + division.others * (1 + plans.most_again) >= needed * (1 - 1e-12):
+            if min(most, done + division.others * (1 + plans.most_again)) >= needed * (1 - 1e-12):
                 yield division
     unit_s = min(island.shared_s for island in tight)
     if unit_s == 0:

@@ -16,6 +16,8 @@ layers of sequences each, at G GPU-seconds, F of them forward, then in T seconds
 
     N G <= E = min(T, T - D + X F, T - D' + X (G - F), T - D - D' + X G)
 
+Where gradients are exchanged for W seconds at least after all forwards, D' counts as W if that is longer.
+
 G is that of the lane: of its tensor and context ranks, of its share of a micro-batch, and of the fraction of its layers that it
 recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s sequences are n / s GPU-seconds for each.
 What the stack or the attention does not hide of the collectives of tensor and context ranks is in it, at what a GPU's own port
@@ -32,6 +34,10 @@ are worth at least
 and the same for the head. The m of all places are the batch of B sequences. So T is too short if at some prices
 
     sum over all GPUs of p  <  B min over D + D' of (the least sum of p G / E on ways of so many seconds)
+
+Where some GPUs do no more than so many layers of sequences, these layers have a price in place of those GPUs: a place may have any
+of its layers done at it, and all of them are added to what the other GPUs are worth. (Where some GPUs of a lane are such, its layers
+have no better price than the better of both.) A head counts as the part of a layer that it is worth at least.
 
 D and D' are counted as the least parts of D + D' that they can be. The least sum is found by giving seconds of the way a price,
 too: every price gives a lower one, the highest counts. Where there is a range (of sequences, of fractions recomputed, of D + D'),
