@@ -71,15 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = {entry["cell"]: dict(entry) for entry in csv.DictReader(file)}
     asked = list(cells(budget_s(given.budget)))
     names: list[str] = []
+    lines: list[str] = []
     for cell in asked:
         key = cell_digest(cell)
         if key not in rows:
             rows[key] = row(cell)
         names = list(dict.fromkeys([*names, *rows[key]]))
         known = [rows[name] for name in map(cell_digest, asked) if name in rows]
-        lines = [",".join(names), *(",".join(str(entry.get(name, "")) for name in names) for entry in known)]
-        write_file(table, "\n".join(lines) + "\n", replace=True)
-        print(line(cell, rows[key]), flush=True)
+        csv_lines = [",".join(names), *(",".join(str(entry.get(name, "")) for name in names) for entry in known)]
+        write_file(table, "\n".join(csv_lines) + "\n", replace=True)
+        lines.append(line(cell, rows[key]))
+        print(lines[-1], flush=True)
     from run import machine  # imports torch, which the searches do not need
 
     head = f"{'cluster':20s} {'model':12s} {'iteration s':>11s} {'bound s':>8s} {'gap %':>6s}"
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = f"motley, {given.budget} of search, seed 0, batch {BATCH}, sequence {LENGTH}; the gap is 1 - bound / iteration.\n"
     text += "The bound is of all plans, `alike` of those that sum gradients in the precision in which the plan does (fp32).\n\n"
     text += head + "".join(f"{cause + ' %':>12s}" for cause in CAUSES) + alike + "\n"
-    text += "\n".join(line(cell, rows[cell_digest(cell)]) for cell in asked) + "\n"
+    text += "\n".join(lines) + "\n"
     write_file(given.out / "bound-gap.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)
 

@@ -35,9 +35,9 @@ and the same for the head. The m of all places are the batch of B sequences. So 
 
     sum over all GPUs of p  <  B min over D + D' of (the least sum of p G / E on ways of so many seconds)
 
-Where some GPUs do no more than so many layers of sequences, these layers have a price in place of those GPUs: a place may have any
-of its layers done at it, and all of them are added to what the other GPUs are worth. (Where some GPUs of a lane are such, its layers
-have no better price than the better of both.) A head counts as the part of a layer that it is worth at least.
+Where some GPUs do no more than so many layers of sequences, these layers have a price in place of those GPUs: a place may have
+any of its layers done at it, and all of them are added to what the other GPUs are worth. (Where some GPUs of a lane are such, its
+layers have no better price than the better of both.) A head counts as the part of a layer that it is worth at least.
 
 D and D' are counted as the least parts of D + D' that they can be. The least sum is found by giving seconds of the way a price,
 too: every price gives a lower one, the highest counts. Where there is a range (of sequences, of fractions recomputed, of D + D'),
