@@ -71,7 +71,7 @@ from sim.spec.job import Job
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-STEPS = 20
+STEPS = 30
 """How often the interval of times in which the bound lies is halved."""
 
 SHARES = (1.25, 0.25, 5.0)
