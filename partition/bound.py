@@ -39,13 +39,28 @@ What all islands do at most, over all choices of ends and of d, follows from the
 all ways to sum gradients over two islands (an all-reduce moves all of them into each, a scatter half of them, a gather half of
 the parameters), without those of experts, which may be divided instead.
 
+Exchange. Under ZeRO 0 and 1 a layer's gradients are summed when all lanes that hold it have done the backward of their last
+micro-batch, in every pipeline, for each holds every layer. A lane's micro-batches come in order, and a backward begins after the
+forward through all layers: so when the first sum begins, no forward is left anywhere. All sums, and all gathers of parameters,
+follow. Where an island needs W = sigma d seconds for them, all forwards thus end W before the iteration does, and what GPUs then
+compute is of what their memory holds (`partition.bubble`). With one micro-batch it is so under ZeRO 2 and 3, too; but
+for what ZeRO 3 gathers before, over islands twice a layer. ZeRO 2 and 3 scatter at each of M micro-batches, as many in all
+pipelines: an exchange takes M times as long, but for the last gather, and need not wait. But whole micro-batches are held, B / M
+sequences of every layer at once; what of them does not fit is recomputed (as above), and adds to the work.
+
+Together. So T seconds are too short if, of all these kinds of plans, whatever W (between any two of some values), and whichever
+islands are ends, none does the work: the GPUs of islands that are free or ends fill and drain pipelines as best they can, while
+those of the others do no more than the Lagrangian says. Of an island that is shared each GPU does no more than it could without
+any way of sequences through other stages.
+
 Bubble. One sequence passes all layers one after another, forward and, in the input halves, backward, each at best on the lane
 that is quickest at it, of whatever kind and degree; an optimizer step follows. And pipelines fill and drain, the faster the
 smaller their micro-batches are, but the smaller these are, the worse they compute (`partition.bubble`).
 
-Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, when gradients are
-exchanged, which schedules there are and what each of them holds, the parameters of each GPU by itself, whole layers to a lane.
-Network, and filling and draining, are reasons by themselves: the slower one counts, not their sum.
+Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, in which order layers are
+exchanged, that a layer is passed only once by each sequence (shared islands do their layers as often as their links allow), which
+schedules there are and what each of them holds, the parameters of each GPU by itself, whole layers to a lane, and where in a
+pipeline a lane is: the way of its first sequence to it, with the messages on it.
 """
 
 from __future__ import annotations
@@ -54,12 +69,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from partition.bubble import filled_s
+from partition.bubble import Division, Filling
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
@@ -93,6 +109,10 @@ PRICES = 64
 """At how many prices of the joint constraint the Lagrangian is tried; each gives a bound, the least counts."""
 
 
+EXCHANGED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, math.inf)
+"""The ends of the ranges of how long the exchange of an island takes, in layers of the island that takes the shortest."""
+
+
 Prices: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -100,7 +120,7 @@ Prices: TypeAlias = npt.NDArray[np.float64]
 class Bound:
     """The least seconds of an iteration, and what they are made of: the parts sum to the whole.
 
-    Each part but the first is what its reason adds to those before it, in the order compute, recompute, network, bubble.
+    Each part but the first is what its reason adds to those before it, in the order compute, recompute, bubble, network.
     """
 
     iteration_s: float
@@ -109,6 +129,7 @@ class Bound:
     bubble_s: float
     """Of filling and draining, and of micro-batches that are small so that this does not take longer."""
     network_s: float
+    """Of what islands must send each other, and of waiting for it."""
     recompute_s: float
 
 
@@ -240,20 +261,61 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
     recompute_s = again / rate
     busy_s = compute_s + recompute_s
     reached_s = busy_s
-    least_bytes = _least_bytes(cluster, job, summed_bytes)
-    for islands in _partitions(cluster, {kind: 1 / seconds.layer_s for kind, seconds in kinds.items()}, *least_bytes):
-        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
+    filling = Filling(cluster, job, counts)
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
-    network_s = reached_s - busy_s
-    full_s = filled_s(cluster, job, counts, once_s, max(reached_s, path_s))
-    return Bound(full_s, compute_s, full_s - reached_s, network_s, recompute_s)
+    full_s = filling.least_s(once_s, max(busy_s, path_s))
+    reached_s = full_s
+    least_bytes = _least_bytes(cluster, job, summed_bytes)
+    steady = list(_steady(cluster, job, kinds, counts, summed_bytes))
+    for islands in _partitions(cluster, kinds, least_bytes):
+        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
+
+        def divisions(seconds: float, islands: Sequence[_Island] = islands) -> Iterator[Division]:
+            return _divisions(islands, job, max(*ends, filling.head_layers), seconds, once_s, filling, steady)
+
+        reached_s = filling.least_s(once_s, reached_s, divisions)
+    return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
 
 
-def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int) -> float | Infeasible:
-    """Bytes of activations of one sequence that do not fit beside those `held`, if no layer is recomputed; or why none do."""
+@dataclass(frozen=True)
+class _Steady:
+    """Plans that sum gradients, or gather parameters, at every micro-batch, if there are so many micro-batches or more."""
+
+    times: float
+    """The bytes that an exchange moves, per byte of one that waits for the last micro-batch."""
+    again: float
+    """What must be computed a second time, in layers of sequences."""
+    most_again: float
+    """The same of one layer of a sequence at most, where all of it is recomputed."""
+
+
+def _steady(
+    cluster: Cluster, job: Job, kinds: Mapping[GpuKind, _KindSeconds], counts: Counter[GpuKind], summed_bytes: int
+) -> Iterator[_Steady]:
+    """What such plans cost: those of few micro-batches hold much at once, those of many exchange much."""
+    element_bytes, batch = PRECISION_BYTES[job.precision], job.global_batch
+    once = min(summed_bytes, (summed_bytes + element_bytes) / 2)
+    held = total_parameters(job.model) * (element_bytes + summed_bytes)
+    most_again = max(seconds.full_s / seconds.layer_s for seconds in kinds.values())
+    for number in range(1, batch + 1):
+        if batch % number:
+            continue
+        spilled = _spilled(cluster, job, counts, held, batch // number)
+        if isinstance(spilled, Infeasible):
+            continue
+        again = batch * min(_recomputed(job, cluster, seconds, spilled) / seconds.layer_s for seconds in kinds.values())
+        again /= batch // number
+        summed = min(number * summed_bytes, (number * summed_bytes + element_bytes) / 2)
+        yield _Steady((summed_bytes / 2 + element_bytes if number == 1 else summed) / once, again, most_again)
+        if again == 0:
+            return
+
+
+def _spilled(cluster: Cluster, job: Job, counts: Counter[GpuKind], held: int, sequences: int = 1) -> float | Infeasible:
+    """Bytes of activations of some sequences that do not fit beside those `held`, if no layer is recomputed; or why none do."""
     model = job.model
-    most = _kept_bytes(job, cluster, "none") * model.layers
-    least = _kept_bytes(job, cluster, "full") * model.layers
+    most = _kept_bytes(job, cluster, "none") * model.layers * sequences
+    least = _kept_bytes(job, cluster, "full") * model.layers * sequences
     room = sum(count * max(0.0, kind.memory_bytes - cluster.stack.context_bytes) for kind, count in counts.items())
     room *= (1 + ROUNDING) / (1 + cluster.stack.fragmentation)
     if held + least > room:
@@ -291,6 +353,7 @@ def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: floa
 class _Island:
     """A part of the cluster whose links to the rest are known: the layers that its GPUs do in a second, its links' seconds."""
 
+    counts: tuple[tuple[GpuKind, int], ...]
     rate: float
     crossing_s: float
     """Of the activation of one sequence, in each direction."""
@@ -298,13 +361,8 @@ class _Island:
     """Of the exchange of one layer's gradients."""
 
 
-def _partitions(
-    cluster: Cluster, rates: Mapping[GpuKind, float], crossing_bytes: float, shared_bytes: float
-) -> Iterator[list[_Island]]:
+def _partitions(cluster: Cluster, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes) -> Iterator[list[_Island]]:
     """The cluster as islands, by nodes, by racks and by sites, as far as there are several and they limit anything."""
-    rate_of = dict.fromkeys((node.name for node in cluster.nodes), 0.0)
-    for device in cluster.devices:
-        rate_of[device.node.name] += rates.get(device.gpu, 0.0)
     parts: list[list[tuple[list[Node], float]]] = [[([node], _node_bytes_per_s(cluster, node)) for node in cluster.nodes]]
     racks: dict[object, list[Node]] = {}
     sites: dict[str, list[Node]] = {}
@@ -317,18 +375,32 @@ def _partitions(
     parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
     for islands in parts:
         if len(islands) > 1:
-            yield [
-                _Island(
-                    sum(rate_of[node.name] for node in nodes),
-                    crossing_bytes / bytes_per_s,
-                    shared_bytes / bytes_per_s,
-                )
-                for nodes, bytes_per_s in islands
-            ]
+            yield [_island(cluster, nodes, bytes_per_s, kinds, least_bytes) for nodes, bytes_per_s in islands]
 
 
-def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, float]:
-    """Bytes of a crossing, and of the exchange of one layer, that an island's links carry in each direction at least."""
+def _island(
+    cluster: Cluster, nodes: Sequence[Node], bytes_per_s: float, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes
+) -> _Island:
+    """Some nodes, whose links carry so many bytes in a second."""
+    names = {node.name for node in nodes}
+    counts = Counter(device.gpu for device in cluster.devices if device.node.name in names and device.gpu in kinds)
+    rate = sum(count / kinds[kind].layer_s for kind, count in counts.items())
+    ordered = tuple(sorted(counts.items(), key=lambda item: item[0].name))
+    return _Island(ordered, rate, least_bytes.crossing / bytes_per_s, least_bytes.shared / bytes_per_s)
+
+
+@dataclass(frozen=True)
+class _LeastBytes:
+    """Bytes that an island's links carry in each direction at least."""
+
+    crossing: float
+    """Of the activation of one sequence."""
+    shared: float
+    """Of the exchange of one layer."""
+
+
+def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> _LeastBytes:
+    """What a crossing takes, and an exchange, if gradients are summed in so many bytes; see the head of this file."""
     element_bytes, scale = PRECISION_BYTES[job.precision], cluster.stack.collective_scale
     model = job.model
     # A group across islands sums an activation at the embedding or the head, of its width, and four for each layer.
@@ -336,7 +408,7 @@ def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> tuple[float, 
     crossing *= min(1.0, min(2.0, model.embedding_width / model.hidden) / scale)
     parts = layer_parameter_parts(model)
     each = min(summed_bytes, (summed_bytes + element_bytes) / 2)
-    return crossing, (parts.total - parts.experts) * each / scale
+    return _LeastBytes(crossing, (parts.total - parts.experts) * each / scale)
 
 
 def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
@@ -415,16 +487,39 @@ def _network_s(islands: Sequence[_Island], job: Job, work: float, ends: float, o
 
 def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch: int, layers: int, ends: float) -> float:
     """The most layers of sequences, ends counted as so many, that islands can do in some seconds."""
-    computing_s = seconds - once_s
-    free = sum(island.rate for island in islands if 2 * batch * island.crossing_s <= seconds) * computing_s
-    tight = Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
-    if not tight:
-        return free
+    tight = _tight(islands, seconds, batch)
+    free = sum(island.rate for island in islands if island not in tight) * (seconds - once_s)
+    capacities = {island: island.rate * (seconds - once_s) for island in tight}
+    choices = _choices(tight, capacities, seconds, batch, layers, ends)
+    return free + max(sum(island.rate for island in chosen) * (seconds - once_s) + others for chosen, others in choices)
+
+
+def _tight(islands: Sequence[_Island], seconds: float, batch: int) -> Counter[_Island]:
+    """The islands that not every sequence can enter and leave."""
+    return Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
+
+
+def _choices(
+    tight: Counter[_Island],
+    capacities: Mapping[_Island, float],
+    seconds: float,
+    batch: int,
+    layers: int,
+    ends: float,
+    most_s: float = math.inf,
+    repeated: float = 1.0,
+) -> Iterator[tuple[tuple[_Island, ...], float]]:
+    """Which of some islands are ends, and the most work that the others of them then do.
+
+    Of an exchange that takes an island no longer than `most_s`, or of one that moves so many times the bytes.
+    """
     # A price above half of all layers buys nothing: each sequence begun or ended saves one crossing, half a visit.
     prices = np.concatenate([[0.0], np.geomspace(1e-3, (layers + ends) / 2 + 1, PRICES)])
-    best = 0.0
     by_ends = {
-        some: {island: _shared_work(island, prices, seconds, computing_s, batch, layers, ends, some) for island in tight}
+        some: {
+            island: _shared_work(island, capacities[island], prices, seconds, batch, layers, ends, some, most_s, repeated)
+            for island in tight
+        }
         for some in (False, True)
     }
     for chosen in _ends(tight):
@@ -435,9 +530,7 @@ def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch:
             continue
         counts = tight - Counter(chosen)
         others = np.sum([count * shared[island] for island, count in counts.items()], axis=0) if counts else np.zeros_like(prices)
-        done = sum(island.rate for island in chosen) * computing_s
-        best = max(best, done + float(np.min(others + prices * left)))
-    return free + best
+        yield chosen, float(np.min(others + prices * left))
 
 
 def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
@@ -451,29 +544,76 @@ def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
 
 def _shared_work(
     island: _Island,
+    capacity: float,
     prices: Prices,
     seconds: float,
-    computing_s: float,
     batch: int,
     layers: int,
     ends: float,
     leave: bool,
+    most_s: float,
+    repeated: float,
 ) -> Prices:
     """At each price of a sequence begun or ended, the most work of an island, less the price, if its layers are all shared.
 
     With `leave` all sequences also visit another island, so that each visit has a crossing although it begins and ends here.
     """
-    held = np.arange(layers + 1)
-    left_s = seconds - island.shared_s * held
+    each_s = island.shared_s * repeated
+    held = np.arange(1 + min(layers, math.floor(most_s / each_s)) if each_s > 0 and most_s < math.inf else 1 + layers)
+    left_s = seconds - each_s * held
     # Of groups that span islands it may have parts: their layers cost as much as two visits, their ends as half a visit.
     each = np.maximum(np.maximum(held, 0.5) + ends, 2 * ends)
-    most = np.minimum(island.rate * computing_s, batch * (held + ends) + seconds / (4 * island.crossing_s))
+    most = np.minimum(capacity, batch * (held + ends) + seconds / (4 * island.crossing_s))
     without = left_s / (2 * island.crossing_s) * each
     unpaid = np.minimum(most, without)
     paid = np.minimum(most - unpaid, without if leave else batch * each)
     gain = np.maximum(0.0, 1 - 2 * prices[:, None] / each)
     done: Prices = np.max(np.where(left_s >= 0, unpaid + paid * gain, 0.0), axis=1)
     return done
+
+
+def _divisions(
+    islands: Sequence[_Island],
+    job: Job,
+    ends: float,
+    seconds: float,
+    once_s: float,
+    filling: Filling,
+    steady: Sequence[_Steady],
+) -> Iterator[Division]:
+    """How islands can divide the work in some seconds: which of them are free or ends, and how long gradients are exchanged."""
+    batch, layers = job.global_batch, job.model.layers
+    tight = _tight(islands, seconds, batch)
+    free = Counter(islands) - tight
+
+    def divided(exchange_s: float, most_s: float, times: float) -> Iterator[Division]:
+        most = filling.most(seconds, once_s, exchange_s)
+        capacities = {island: sum(count * most[kind] for kind, count in island.counts) for island in tight}
+        for chosen, others in _choices(tight, capacities, seconds, batch, layers, ends, most_s, times):
+            counts: Counter[GpuKind] = Counter()
+            for island in (*free.elements(), *chosen):
+                counts.update(dict(island.counts))
+            yield Division(counts, others, exchange_s)
+
+    if not tight:
+        yield from divided(0.0, math.inf, 1.0)
+        return
+    best = filling.most(seconds, once_s, 0.0)
+    most = sum(count * best[kind] for kind, count in filling.counts.items())
+    for plans in steady:
+        needed = batch * (layers + filling.head_layers) + plans.again
+        for division in divided(0.0, math.inf, plans.times):
+            done = sum(count * best[kind] for kind, count in division.counts.items())
+            if min(most, done + division.others * (1 + plans.most_again)) >= needed * (1 - 1e-12):
+                yield division
+    unit_s = min(island.shared_s for island in tight)
+    if unit_s == 0:
+        yield from divided(0.0, math.inf, 1.0)
+        return
+    for low, high in pairwise(EXCHANGED):
+        if low * unit_s > seconds:
+            return
+        yield from divided(low * unit_s * (1 - ROUNDING), high * unit_s * (1 - ROUNDING), 1.0)
 
 
 # --- The gap ---------------------------------------------------------------------------------------------------------

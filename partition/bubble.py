@@ -16,6 +16,8 @@ layers of sequences each, at G GPU-seconds, F of them forward, then in T seconds
 
     N G <= E = min(T, T - D + X F, T - D' + X (G - F), T - D - D' + X G)
 
+Where gradients are exchanged for W seconds at least after all forwards, D' counts as W if that is longer.
+
 G is that of the lane: of its tensor and context ranks, of its share of a micro-batch, and of the fraction of its layers that it
 recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s sequences are n / s GPU-seconds for each.
 What the stack or the attention does not hide of the collectives of tensor and context ranks is in it, at what a GPU's own port
@@ -33,6 +35,10 @@ and the same for the head. The m of all places are the batch of B sequences. So 
 
     sum over all GPUs of p  <  B min over D + D' of (the least sum of p G / E on ways of so many seconds)
 
+Where some GPUs do no more than so many layers of sequences, these layers have a price in place of those GPUs: a place may have
+any of its layers done at it, and all of them are added to what the other GPUs are worth. (Where some GPUs of a lane are such, its
+layers have no better price than the better of both.) A head counts as the part of a layer that it is worth at least.
+
 D and D' are counted as the least parts of D + D' that they can be. The least sum is found by giving seconds of the way a price,
 too: every price gives a lower one, the highest counts. Where there is a range (of sequences, of fractions recomputed, of D + D'),
 each figure is taken from that end of it where it is best.
@@ -43,9 +49,9 @@ Left out: embedding and optimizer, messages on the way, latencies, and what memo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeAlias
 
 import numpy as np
@@ -65,14 +71,14 @@ from sim.spec.job import Job
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-STEPS = 20
+STEPS = 30
 """How often the interval of times in which the bound lies is halved."""
 
 SHARES = (1.25, 0.25, 5.0)
 """By how much ranges of a lane's share of a micro-batch grow, where there are between so many and so many sequences for each of
 its GPUs; elsewhere they double."""
 
-RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.4, 1.0)
+RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 """The ends of the ranges of the fraction of its layers that a lane recomputes."""
 
 WAYS = np.concatenate([[0.0], np.geomspace(1 / 64, 0.5, 60), [1.0]])
@@ -86,8 +92,11 @@ GPU_WAY_PRICES = (0.1, 0.2, 0.35, 0.6)
 """Prices of GPUs that are tried: what each is worth if D + D' is such a fraction of the iteration and a second of it has such a
 price, so that lanes of all kinds are equally dear."""
 
-WORST = 1.15
+WORST = 1.4
 """Of lanes that take longer than the best by such a factor it is not asked how long their way is, or what they hold."""
+
+LONG = 1.15
+"""Of lanes that do so without recomputation, by this factor, it is not asked how long their way is."""
 
 LEAST_S = 1e-30
 """In place of no seconds at all, of which nothing can be a part."""
@@ -127,54 +136,140 @@ class _Kind:
     """The part of the way that is back, at least."""
 
 
-def filled_s(cluster: Cluster, job: Job, counts: Mapping[GpuKind, int], once_s: float, least_s: float) -> float:
-    """The least seconds, no fewer than `least_s`, in which GPUs can do the job; of an iteration, `once_s` are lost to it."""
-    kinds = [_kind(cluster, job, kind, counts) for kind in counts]
-    low = least_s
-    for way in GPU_WAYS:
-        for way_price in GPU_WAY_PRICES:
+@dataclass(frozen=True)
+class Division:
+    """A way to divide the work over a cluster: GPUs that may compute all the time, and what all others do at most."""
 
-            def too_short(seconds: float, way: float = way, way_price: float = way_price) -> bool:
-                return _too_short(kinds, job, seconds - once_s, way, way_price)
-
-            if not too_short(low):
-                continue
-            high = 1.05 * low
-            while too_short(high):
-                low, high = high, 1.5 * high
-            for _ in range(STEPS):
-                middle = (low + high) / 2
-                low, high = (middle, high) if too_short(middle) else (low, middle)
-    return low
+    counts: Mapping[GpuKind, int]
+    others: float = 0.0
+    """Layers of sequences."""
+    exchange_s: float = 0.0
+    """How long gradients and parameters are on their way at least when all forwards are done."""
 
 
-def _too_short(kinds: list[_Kind], job: Job, seconds: float, way: float, way_price: float) -> bool:
-    """Whether GPUs cannot do the job in so many seconds, by their prices for such a way at such a price."""
-    layers = job.model.layers
-    forward, back = min(kind.forward for kind in kinds), min(kind.back for kind in kinds)
-    second = WAY_PRICES * layers / seconds
-    each = np.full((len(WAY_PRICES), len(WAYS) - 1), math.inf)
-    head, given = math.inf, 0.0
-    for kind in kinds:
-        lanes = kind.lanes
-        worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
-        price = float(np.max(worth * _computing_s(lanes, np.array([way]), seconds, forward, back)[:, 0] / lanes.gpu_s))
-        given += kind.count * price
-        head = min(head, price * kind.head_s / seconds)
-        computing_s = _computing_s(lanes, WAYS[:-1], seconds, forward, back)
-        cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
-        paid = second[:, None] * lanes.way_s
-        each = np.minimum(each, np.min(cost + paid[:, :, None], axis=1))
-    least = np.max(layers * each - second[:, None] * WAYS[1:] * seconds, axis=0).min() + head
-    return bool(job.global_batch * least > given * (1 + 1e-9))
+Divisions: TypeAlias = Callable[[float], Iterable[Division]]
+"""All ways to divide the work, given the seconds of an iteration."""
 
 
-def _computing_s(lanes: _Lanes, ways: Array, seconds: float, forward: float, back: float) -> Array:
-    """E of each lane, for ways that are such fractions of the seconds, of which at least such parts are forward and back."""
-    kept_forward_s, kept_backward_s = lanes.kept_forward_s[:, None], lanes.kept_backward_s[:, None]
-    computing_s = np.minimum((1 - forward * ways) * seconds + kept_forward_s, (1 - back * ways) * seconds + kept_backward_s)
-    both_s: Array = np.minimum(computing_s, (1 - ways) * seconds + kept_forward_s + kept_backward_s)
-    return np.minimum(both_s, seconds)
+@dataclass(frozen=True)
+class _Priced:
+    """A kind at some prices: its own, that of a layer of a sequence on the cheapest lanes (by price and length of the way), and
+    that of the head."""
+
+    price: float
+    each: Array
+    head: float
+
+
+class Filling:
+    """What GPUs of some kinds can do at all, by filling and draining their pipelines."""
+
+    def __init__(self, cluster: Cluster, job: Job, counts: Mapping[GpuKind, int]) -> None:
+        self.job, self.counts = job, counts
+        self._kinds = {kind: _kind(cluster, job, kind, counts) for kind in counts}
+        self._forward = min(kind.forward for kind in self._kinds.values())
+        self._back = min(kind.back for kind in self._kinds.values())
+        self._prices = list(product(GPU_WAYS, GPU_WAY_PRICES))
+        # No lane is asked for the head more seldom, in its own layers' seconds.
+        self.head_layers = min(kind.head_s / (WORST * kind.lanes.gpu_s.min()) for kind in self._kinds.values())
+
+    def least_s(self, once_s: float, least_s: float, divisions: Divisions | None = None) -> float:
+        """The least seconds, no fewer than `least_s`, of an iteration, of which `once_s` are lost, in any of the divisions.
+
+        Without divisions all GPUs may compute all the time.
+        """
+        found = divisions or (lambda _: [Division(self.counts)])
+
+        def too_short(seconds: float) -> bool:
+            known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]] = {}
+            return all(self._too_short(division, seconds - once_s, once_s, known) for division in found(seconds))
+
+        low = least_s
+        if not too_short(low):
+            return low
+        high = 1.05 * low
+        while too_short(high):
+            low, high = high, 1.5 * high
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if too_short(middle) else (low, middle)
+        return low
+
+    def most(self, seconds: float, once_s: float, exchange_s: float) -> Mapping[GpuKind, float]:
+        """The most layers of sequences that a GPU of each kind does, a head counted as `head_layers` of them."""
+        after_s = max(0.0, exchange_s - once_s)
+        found = {}
+        for name, kind in self._kinds.items():
+            computing_s = self._computing_s(kind.lanes, np.zeros(1), seconds - once_s, after_s)[:, 0]
+            found[name] = float(np.max(computing_s / kind.lanes.gpu_s))
+        return found
+
+    def _too_short(
+        self,
+        division: Division,
+        seconds: float,
+        once_s: float,
+        known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]],
+    ) -> bool:
+        """Whether the job cannot be done in so many seconds if its work is divided so, by some prices."""
+        exchange_s = max(0.0, division.exchange_s - once_s)
+        for at, prices in enumerate(self._prices):
+            key = (exchange_s, prices)
+            if key not in known:
+                known[key] = self._priced(seconds, exchange_s, *prices)
+            if self._proven(division, seconds, known[key]):
+                self._prices.insert(0, self._prices.pop(at))  # others like it are often proven so, too
+                return True
+        return False
+
+    def _proven(self, division: Division, seconds: float, priced: Mapping[GpuKind, _Priced]) -> bool:
+        """Whether these prices prove that the job cannot be done in so many seconds."""
+        job, layers = self.job, self.job.model.layers
+        free = [priced[kind] for kind, count in division.counts.items() if count]
+        if not free:
+            return division.others < job.global_batch * layers * (1 - 1e-9)
+        given = sum(count * priced[kind].price for kind, count in division.counts.items())
+        second = WAY_PRICES * layers / seconds
+        each, head = np.minimum.reduce([kind.each for kind in free]), min(kind.head for kind in free)
+        net = layers * each - second[:, None] * WAYS[1:] * seconds
+        best = np.argmax(net, axis=0)
+        at = int(np.argmin(np.max(net, axis=0)))
+        least = float(np.max(net, axis=0)[at])
+        if job.global_batch * (least + head) <= given * (1 + 1e-9):
+            return False
+        if division.others == 0:
+            return True
+        # A layer on the other GPUs has a price, too, as it has on these, without or with its part of the way.
+        for other in ((least + head) / (layers + self.head_layers), float(each[best[at], at])):
+            net = layers * np.minimum(each, other) - second[:, None] * WAYS[1:] * seconds
+            needed = job.global_batch * (float(np.max(net, axis=0).min()) + min(head, other * self.head_layers))
+            if needed > (given + other * division.others) * (1 + 1e-9):
+                return True
+        return False
+
+    def _priced(self, seconds: float, exchange_s: float, way: float, way_price: float) -> Mapping[GpuKind, _Priced]:
+        """The kinds at their prices for such a way at such a price."""
+        layers = self.job.model.layers
+        second = WAY_PRICES * layers / seconds
+        found = {}
+        for name, kind in self._kinds.items():
+            lanes = kind.lanes
+            worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
+            price = float(np.max(worth * self._computing_s(lanes, np.array([way]), seconds, exchange_s)[:, 0] / lanes.gpu_s))
+            computing_s = self._computing_s(lanes, WAYS[:-1], seconds, exchange_s)
+            cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
+            paid = second[:, None] * lanes.way_s
+            found[name] = _Priced(price, np.min(cost + paid[:, :, None], axis=1), price * kind.head_s / seconds)
+        return found
+
+    def _computing_s(self, lanes: _Lanes, ways: Array, seconds: float, exchange_s: float) -> Array:
+        """E of each lane, for ways that are such fractions of the seconds."""
+        kept_forward_s, kept_backward_s = lanes.kept_forward_s[:, None], lanes.kept_backward_s[:, None]
+        forward_s, back_s = self._forward * ways * seconds, np.maximum(self._back * ways * seconds, exchange_s)
+        after_s = np.maximum(ways * seconds, forward_s + back_s)
+        computing_s = np.minimum(seconds - forward_s + kept_forward_s, seconds - back_s + kept_backward_s)
+        both_s: Array = np.minimum(computing_s, seconds - after_s + kept_forward_s + kept_backward_s)
+        return np.minimum(both_s, seconds)
 
 
 # --- Choices ---------------------------------------------------------------------------------------------------------
@@ -217,6 +312,7 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
     logits = head_activation_bytes(model, 1, job.sequence_length, 1, False, element_bytes)
     room = max(0.0, kind.memory_bytes - software.context_bytes) * (1 + ROUNDING) / (1 + software.fragmentation)
     choices = []
+    long_s = LONG * min(lane.gpu_s for pair in lanes for lane in pair)
     for fewest, many in pairwise(RECOMPUTED):
         kept = (1 - many) * least + many * full
         for few, more in lanes:
@@ -227,13 +323,13 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
             choices.append(
                 (
                     more.each * (more.forward_s + more.backward_s + fewest * more.again_s),
-                    few.way_s,
+                    few.way_s if more.gpu_s < long_s else 0.0,
                     max(layers * few.forward_s, heads * few.head_forward_s),
                     max(layers * backward_s, heads * few.head_backward_s),
                 )
             )
     worst_s = WORST * min(choice[0] for choice in choices)
-    asked = [lane for pair in lanes if pair[1].gpu_s < worst_s for lane in pair]
+    asked = [lane for pair in lanes if pair[1].gpu_s < long_s for lane in pair]
     parts = [lane.forward_s / lane.way_s for lane in asked]
     head_s = min(more.each * (more.head_forward_s + more.head_backward_s) for _, more in lanes)
     return _Kind(counts[kind], _undominated(choices, worst_s), head_s, min(parts), 1 - max(parts))

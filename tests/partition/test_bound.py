@@ -178,6 +178,41 @@ def starved(draw: DrawFn) -> tuple[Cluster, Plan]:
     return on, plan
 
 
+@st.composite
+def replicated(draw: DrawFn) -> tuple[Cluster, Plan]:
+    """Nodes that each hold all layers, or the first or the last of two halves, of a model whose sequences are long: on links of
+    such rates that gradients take up to about as long as the computation, and activations no less."""
+    depth, copies, gpus = draw(st.sampled_from((1, 1, 2))), draw(st.integers(2, 3)), draw(st.sampled_from((1, 2, 4)))
+    model = Transformer("copied", 8, hidden=1024, ffn=4096, heads=8, vocab=96)
+    bytes_per_s = 1e9 * draw(st.sampled_from((0.1, 0.3, 1.0, 3.0, 10.0)))
+    kind, nic = ideal_gpu(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090")))), Nic("ethernet", bytes_per_s)
+    nodes = tuple(Node(f"n{i}", kind, gpus, Intra("nvlink", 300e9), nic) for i in range(depth * copies))
+    on = Cluster("copies", nodes, Fabric(0.0, protocol_efficiency=LOSSLESS))
+    mode, share, count = draw(st.sampled_from(("none", "full"))), draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 5, 30)))
+    cut = draw(st.integers(1, gpus)) if depth == 1 else gpus  # a node is a pipeline of so many stages
+    stages = cut * depth
+    bounds = [model.layers * s // stages for s in range(stages + 1)]
+
+    def stage(copy: int, s: int) -> Stage:
+        device = f"n{copy * depth + s // cut}/{s % cut}"
+        return Stage((Replica((device,), share),), ((bounds[s], bounds[s + 1]),), mode)
+
+    pipelines = tuple(Pipeline(share, count, tuple(stage(copy, s) for s in range(stages))) for copy in range(copies))
+    plan = Plan(
+        "copies",
+        model,
+        draw(st.sampled_from((4096, 32768))),
+        share * count * copies,
+        pipelines,
+        schedule=draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-2p"))),
+        zero_stage=draw(st.integers(0, 3)),
+        gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
+        offload_optimizer=draw(st.booleans()),
+        optimizer="sgd",
+    )
+    return with_memory(on, max(peak_bytes(plan, on).values())), plan
+
+
 def with_memory(on: Cluster, num_bytes: int) -> Cluster:
     """The cluster if each of its GPUs had so much memory."""
     nodes = (replace(n, gpu=replace(n.gpu, memory_bytes=num_bytes)) for n in on.nodes)
@@ -210,6 +245,12 @@ def test_the_bound_is_below_random_plans(world: tuple[Cluster, Plan]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(starved())
 def test_the_bound_is_below_random_plans_where_links_are_slow(world: tuple[Cluster, Plan]) -> None:
+    check(*world)
+
+
+@settings(max_examples=60, deadline=None)
+@given(replicated())
+def test_the_bound_is_below_plans_that_exchange_gradients_over_slow_links(world: tuple[Cluster, Plan]) -> None:
     check(*world)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from partition.bound import Bound, lower_bound
-from partition.bubble import filled_s
+from partition.bubble import Division, Filling
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.pieces import head_seconds, layer_seconds
@@ -38,7 +38,7 @@ def alike(kind: GpuKind, count: int, **stack: float) -> Cluster:
 def least_s(on: Cluster, work: Job) -> float:
     """The bound by filling and draining alone."""
     kind = on.nodes[0].gpu
-    return filled_s(on, work, {kind: len(on.nodes)}, 0.0, 1e-9)
+    return Filling(on, work, {kind: len(on.nodes)}).least_s(0.0, 1e-9)
 
 
 # --- Closed forms ----------------------------------------------------------------------------------------------------
@@ -89,6 +89,42 @@ def test_the_best_size_of_a_micro_batch_is_between_its_overheads_and_its_wait() 
     best = min(range(1, batch + 1), key=takes)
     assert 1 < best < batch
     assert 0.97 * takes(best) < least_s(on, Job(ONE_HEAD, LENGTH, batch)) <= takes(best) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("times", [0.5, 4.0])
+def test_gpus_that_can_keep_nothing_wait_for_the_exchange_if_it_takes_longer_than_the_way_back(times: float) -> None:
+    on = alike(replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30), 4, context_bytes=1e12)  # no memory is left
+    kind = on.nodes[0].gpu
+    layer = layer_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    head = head_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    forward_s, back_s = LAYERS * layer.forward_s, LAYERS * layer.backward_input_s
+    exchange_s = times * back_s
+    work_s = 64 * (LAYERS * (layer.forward_s + layer.backward_s) + head.forward_s + head.backward_s) / 4
+    divided = [Division({kind: 4}, exchange_s=exchange_s)]
+    found = Filling(on, Job(ONE_HEAD, LENGTH, 64), {kind: 4}).least_s(0.0, 1e-9, lambda _: divided)
+    wait_s = forward_s + max(back_s, exchange_s)
+    assert work_s + 0.9 * wait_s < found <= (work_s + wait_s) * (1 + 1e-9)
+
+
+def test_layers_that_others_do_at_most_are_all_that_gpus_are_spared() -> None:
+    on = alike(replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30, memory_bytes=10**15), 4)
+    kind, work = on.nodes[0].gpu, Job(ONE_HEAD, LENGTH, 64)
+    layer = layer_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    head = head_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
+    others = 0.25 * 64 * LAYERS
+    divided = [Division({kind: 2}, others)]
+    left_s = (64 * LAYERS - others) * (layer.forward_s + layer.backward_s) + 64 * (head.forward_s + head.backward_s)
+    found = Filling(on, work, {kind: 4}).least_s(0.0, 1e-9, lambda _: divided)
+    assert 0.99 * left_s / 2 < found <= left_s / 2 * (1 + 1e-9)
+
+
+def test_of_several_divisions_of_the_work_the_quickest_counts() -> None:
+    on, work = alike(ideal_gpu(), 4), Job(ONE_HEAD, LENGTH, 64)
+    kind = on.nodes[0].gpu
+    filling = Filling(on, work, {kind: 4})
+    slow, quick = Division({kind: 2}), Division({kind: 3})
+    assert filling.least_s(0.0, 1e-9, lambda _: [slow, quick]) == filling.least_s(0.0, 1e-9, lambda _: [quick])
+    assert filling.least_s(0.0, 1e-9, lambda _: [quick]) < filling.least_s(0.0, 1e-9, lambda _: [slow])
 
 
 def test_without_overheads_and_with_all_the_memory_there_is_nothing_to_wait_for() -> None:
