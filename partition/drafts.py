@@ -6,8 +6,8 @@ one tensor-parallel group and holds one range of layers, in stage order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -81,13 +81,39 @@ def simulation_work(draft: Draft) -> int:
     return total
 
 
-def unlike(draft: Draft) -> Draft:
-    """One pipeline of each that are built alike: the simulation of a whole draft takes little more work than theirs."""
-    first: dict[object, Pipeline] = {}
-    for pipeline in draft:
-        stages = tuple((part.layers, part.recompute, tuple(len(r.devices) for r in part.replicas)) for part in pipeline.stages)
-        first.setdefault((pipeline.micro_batch, pipeline.micro_batches, stages), pipeline)
-    return tuple(first.values())
+ROUNDS = 3
+"""How often pipelines are told apart by their nodes, and nodes by their pipelines."""
+
+
+def unlike(draft: Draft, cluster: Cluster) -> Draft:
+    """One pipeline of each that are built alike, on nodes that are alike and that have alike pipelines.
+
+    The simulation of a whole draft takes little more work than theirs (`sim.alike`, which looks at every link).
+    """
+    names = [[part.replicas[0].devices[0].rpartition("/")[0] for part in pipeline.stages] for pipeline in draft]
+    sorts = {node.name: replace(node, name="", rack=None) for node in cluster.nodes}
+    of_node = dict(zip(sorts, _numbered(sorts.values()), strict=True))
+    of_pipeline = _numbered(
+        (p.micro_batch, p.micro_batches, tuple([(part.layers, part.recompute, len(part.devices)) for part in p.stages]))
+        for p in draft
+    )
+    for _ in range(ROUNDS):
+        inside: dict[str, list[tuple[int, int]]] = {}
+        for own, number in zip(names, of_pipeline, strict=True):
+            for place, name in enumerate(own):
+                inside.setdefault(name, []).append((number, place))
+        told = _numbered((of_node[name], tuple(sorted(entries))) for name, entries in inside.items())
+        of_node = dict(zip(inside, told, strict=True))
+        of_pipeline = _numbered(
+            (number, tuple([of_node[name] for name in own])) for own, number in zip(names, of_pipeline, strict=True)
+        )
+    return tuple(dict(zip(reversed(of_pipeline), reversed(draft), strict=True)).values())
+
+
+def _numbered(things: Iterable[Hashable]) -> list[int]:
+    """A number for each thing, the same for equals."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(thing, len(known)) for thing in things]
 
 
 def usable_nodes(search: Search) -> list[Node]:

@@ -337,7 +337,16 @@ class _Hunt:
     def _expected_s(self, draft: Draft) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
         work, seconds = self.longest
-        return seconds * _work(draft) / work
+        return seconds * self._work(draft) / work
+
+    def _work(self, draft: Draft) -> int:
+        """How much work the simulation of a draft is, which runs one of the pipelines that behave alike."""
+        lanes = sum(len(pipeline.stages) for pipeline in draft)
+        return simulation_work(unlike(draft, self.search.cluster)) + LANE_WORK * lanes
+
+    def _soon(self, draft: Draft) -> bool:
+        """Whether the judge may say of a draft what it takes, and there is time to have several of them judged."""
+        return self._expected_s(draft) <= self._left_s(1.0) / TOGETHER
 
     @contextmanager
     def _clocked(self, draft: Draft) -> Iterator[None]:
@@ -345,12 +354,12 @@ class _Hunt:
         judged, began_s = self.search.judged, self.search.elapsed_s
         yield
         if self.search.judged > judged:
-            self.longest = max(self.longest, (_work(draft), self.search.elapsed_s - began_s))
+            self.longest = max(self.longest, (self._work(draft), self.search.elapsed_s - began_s))
 
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
         drafted = self._drafted(deal)
-        return drafted is not None and _work(drafted[0]) <= QUICK_WORK
+        return drafted is not None and self._work(drafted[0]) <= QUICK_WORK
 
     def _drafted(self, deal: Deal) -> tuple[Draft, Settings] | None:
         """The draft of a deal, and its settings; None where it has none."""
@@ -842,8 +851,8 @@ class _Hunt:
     def judge_soon(self) -> None:
         """Has the best layout so far judged of those that are simulated soon."""
         ranked = self.ranked()
-        quick = [entry for entry in ranked if _work(entry[2]) <= FIRST_WORK]
-        least = sorted(ranked, key=lambda entry: _work(entry[2]))
+        quick = [entry for entry in ranked if self._work(entry[2]) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: self._work(entry[2]))
         for _, layout, draft in (quick or least)[:1]:
             with self._clocked(draft):
                 self.judged([(draft, layout.settings)])
@@ -864,8 +873,7 @@ class _Hunt:
             ]
             entries += [(self.draft_s(*other), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
-        soon = [(draft, settings) for _, draft, settings in entries if self._expected_s(draft) <= self._left_s(1.0)]
-        self.judged(soon[:TOGETHER])
+        self.judged([(draft, settings) for _, draft, settings in entries if self._soon(draft)][:TOGETHER])
         tuned = side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:
@@ -881,6 +889,7 @@ class _Hunt:
         It asks for them in their order, until they are by their estimates worse than the best so far.
         """
         best: tuple[float, Draft, Settings] | None = None
+        entries = [entry for entry in entries if self._soon(entry[1])] or entries
         for at in range(0, len(entries), TOGETHER):
             if best is not None and (entries[at][0] > SLACK * best[0] or self.late(JUDGED)):
                 break
@@ -986,11 +995,6 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
-
-
-def _work(draft: Draft) -> int:
-    """How much work the simulation of a draft is, which runs one of the pipelines that behave alike."""
-    return simulation_work(unlike(draft)) + LANE_WORK * sum(len(pipeline.stages) for pipeline in draft)
 
 
 def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:

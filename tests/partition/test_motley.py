@@ -18,7 +18,7 @@ import partition
 from partition.deals import Deal
 from partition.drafts import make_plan, usable_nodes
 from partition.planners.megatron import grids
-from partition.planners.motley import DEALT, WALKED, _Hunt, _work
+from partition.planners.motley import DEALT, WALKED, _Hunt
 from partition.search import Search
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
@@ -74,7 +74,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool) -> tuple[_Hunt, float]
 
     def slow(plan: Plan) -> Verdict:
         nonlocal now_s
-        now_s += _work(plan.pipelines) * 4e-3
+        now_s += hunt._work(plan.pipelines) * 4e-3
         return forecast(plan)
 
     if not expects:
