@@ -3,8 +3,8 @@
 The nodes of a cluster are rows, those that are alike together. Each row has a tensor-parallel degree, or is left out; its groups
 are dealt to the pipelines in equal parts, and the rows stand in the order of the stages. So a deal is an order of rows, their
 degrees, a number of pipelines and what holds for all of them. From a start, `Deals.descended` takes whatever single change
-helps, until none does: first those that keep the rows, then those that cut one of them in two, so that a part of its GPUs has
-another degree, stands elsewhere, or is left out.
+helps, until none does: first those that keep the rows, then zero-bubble schedules, then those that cut a row in two, so that a
+part of its GPUs has another degree, stands elsewhere, or is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from sim.spec.cluster import Node
 from sim.spec.job import Job
 
 MICRO_BATCHES = (1, 2, 4, 8)
-SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p")
+SCHEDULES = ("1f1b", "eager-1f1b")
+SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
+"""Schedules of deals: those that are tried with all else, and those that divide backwards, which suit rows that are settled."""
 
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
@@ -157,6 +159,12 @@ class Deals:
             if schedule != settings.schedule:
                 yield replace(deal, settings=replace(settings, schedule=schedule))
 
+    def split(self, deal: Deal) -> Iterator[Deal]:
+        """The deal under the schedules that divide backwards."""
+        for schedule in SPLIT_SCHEDULES:
+            if schedule != deal.settings.schedule:
+                yield replace(deal, settings=replace(deal.settings, schedule=schedule))
+
     def cut(self, deal: Deal) -> Iterator[Deal]:
         """All deals in which a row is cut in two, a part of which has another degree or place than it had."""
         rows = deal.rows
@@ -192,8 +200,8 @@ class Deals:
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, and some of those that cut a row, which are many. With `judged_s`, which may be slow,
-        a change has to be better by that, too. It ends before when it is late.
+        All changes of one choice are tried, the schedules that divide backwards, and some of those that cut a row, which are many.
+        With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
 
@@ -209,7 +217,11 @@ class Deals:
                         return changed_s, judged, changes[i]
             return None
 
-        while (found := better(list(self.near(deal))) or better(list(self.cut(deal)), MOST_CUT)) is not None:
+        def changed() -> tuple[float, float, Deal] | None:
+            """What one change leads to, of the sorts of changes in their order."""
+            return better(list(self.near(deal))) or better(list(self.split(deal))) or better(list(self.cut(deal)), MOST_CUT)
+
+        while (found := changed()) is not None:
             seconds, by_judge_s, deal = found
         return seconds, deal
 

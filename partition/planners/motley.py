@@ -34,7 +34,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from partition.assembly import Assembly
-from partition.deals import MICRO_BATCHES, SCHEDULES, Deal, Deals, Layout, shared_out
+from partition.deals import MICRO_BATCHES, SCHEDULES, SPLIT_SCHEDULES, Deal, Deals, Layout, shared_out
 from partition.drafts import (
     SLACK,
     Draft,
@@ -75,7 +75,7 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.25, 0.5, 0.52, 0.54, 0.7, 0.82, 0.92
+PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.25, 0.5, 0.52, 0.54, 0.75, 0.82, 0.92
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end; the rest is for changes of the best."""
 
@@ -108,9 +108,6 @@ TUNINGS, POLISHED = 60, 200
 
 TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
-
-FIRST_SCHEDULES = ("1f1b", "eager-1f1b")
-"""Those that starts have; the others come with changes of these."""
 
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
@@ -238,7 +235,7 @@ class _Hunt:
         for number in self._twins(len(self.graph.devices)):
             if len(firsts) >= DEALERS and self.late(BEGUN):
                 break
-            for schedule in reversed(FIRST_SCHEDULES):
+            for schedule in reversed(SCHEDULES):
                 starts = self.deals.starts(number, schedule)
                 scored = [(self.deal_s(start), start) for start in starts]
                 best = min(scored, key=lambda entry: entry[0], default=None)
@@ -380,7 +377,9 @@ class _Hunt:
         """Prices the best layouts with all other settings and micro-batches."""
         for _, layout, _ in self.ranked()[:WALKS]:
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
-            for schedule, zero_stage, sequence_parallel, size in product(SCHEDULES, (0, 1), parallel, MICRO_BATCHES):
+            for schedule, zero_stage, sequence_parallel, size in product(
+                (*SCHEDULES, *SPLIT_SCHEDULES), (0, 1), parallel, MICRO_BATCHES
+            ):
                 if self.late(RESETTLED):
                     return
                 self.score_s(replace(layout, micro_batch=size, settings=Settings(schedule, zero_stage, sequence_parallel)))
@@ -502,7 +501,7 @@ class _Hunt:
                     continue
                 pipes = tuple([pipe for team in grouped for pipe in shared_out(team, twins)])
                 if all(len(pipe) <= self.job.model.layers for pipe in pipes):
-                    for size, schedule in product(sizes, FIRST_SCHEDULES):
+                    for size, schedule in product(sizes, SCHEDULES):
                         if len(pipes) * size <= self.job.global_batch:
                             yield Layout(pipes, size, Settings(schedule))
 
