@@ -200,7 +200,7 @@ class Deals:
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, the schedules that divide backwards, and some of those that cut a row, which are many.
+        All changes of one choice are tried, schedules that divide backwards, and some changes that cut a row, which are many.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
