@@ -2,8 +2,9 @@
 
 The constants are fitted together, by least squares with bounds and a robust loss: the residuals are the logarithms of measured
 over predicted seconds, of each instruction's computation and of each iteration, where the prediction is the simulation's, and of
-each message or collective of a bench. An iteration is simulated there with the measured seconds of its instructions: where the
-model cannot tell these, as of lanes whose collectives wait for a busy host, it bends what they are made of, and not the links.
+each message or collective of a bench. An iteration is simulated there with the measured seconds of the instructions of lanes
+of several devices: where the model cannot tell these, as of collectives that wait for a busy host, they bend what they are made
+of, and not the links.
 Plans held out are predicted by the constants alone. Every constant has a weak prior, its value in the cluster file; computation
 has one for each kind of GPU and one beside it for each device, links one for each protocol and one beside it for each direction
 of a card or of a wide-area link, so that what several share is told by all of them, and what is its own by its own runs.
