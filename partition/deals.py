@@ -3,8 +3,8 @@
 The nodes of a cluster are rows, those that are alike together. Each row has a tensor-parallel degree, or is left out; its groups
 are dealt to the pipelines in equal parts, and the rows stand in the order of the stages. So a deal is an order of rows, their
 degrees, a number of pipelines and what holds for all of them. From a start, `Deals.descended` takes whatever single change
-helps, until none does: first those that keep the rows, then zero-bubble schedules, then those that cut a row in two, so that a
-part of its GPUs has another degree, stands elsewhere, or is left out.
+helps, until none does: first those that keep the rows, then, if they are asked for, zero-bubble schedules, then those that cut a
+row in two, so that a part of its GPUs has another degree, stands elsewhere, or is left out.
 """
 
 from __future__ import annotations
@@ -197,10 +197,11 @@ class Deals:
         rng: np.random.Generator,
         late: Callable[[], bool],
         judged_s: Callable[[Deal], float] | None = None,
+        splits: bool = False,
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, schedules that divide backwards, and some changes that cut a row, which are many.
+        All changes of one choice are tried, with `splits` schedules that divide backwards, and some of the many that cut a row.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
@@ -219,7 +220,11 @@ class Deals:
 
         def changed() -> tuple[float, float, Deal] | None:
             """What one change leads to, of the sorts of changes in their order."""
-            return better(list(self.near(deal))) or better(list(self.split(deal))) or better(list(self.cut(deal)), MOST_CUT)
+            return (
+                better(list(self.near(deal)))
+                or (better(list(self.split(deal))) if splits else None)
+                or better(list(self.cut(deal)), MOST_CUT)
+            )
 
         while (found := changed()) is not None:
             seconds, by_judge_s, deal = found

@@ -203,10 +203,11 @@ class _Hunt:
         self.deal()
 
     def start(self) -> None:
-        """Prices the starts until their share of the budget is spent."""
+        """Prices the starts until their share of the budget is spent; descents may have taken more than theirs."""
+        until_s = self.search.elapsed_s + max(self._left_s(STARTED), (STARTED - DEALT) * self.search.budget_s)
         for start in self.starts():
             self.score_s(start)
-            if self.late(STARTED) and self.found:
+            if self.search.elapsed_s > until_s and self.found:
                 break
 
     def partition_graph(self) -> Begun:
@@ -279,11 +280,12 @@ class _Hunt:
         It tells each verdict as soon as it is known. None is asked for that would, by those so far, come after the second number
         of seconds: the second list has the ends that are left unjudged so.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
-        the judge confirm each change, once it has descended from its own deals; the first time from the best as it is.
+        the judge confirm each change, once it has descended from its own deals; the first time from the best as it is. The others
+        try zero-bubble schedules, which lead elsewhere.
         """
         firsts, seed, (most_s, verdicts_s) = task
         until_s, last_s = self.search.elapsed_s + most_s, self.search.elapsed_s + verdicts_s
-        rng = np.random.default_rng(seed)
+        rng, splits = np.random.default_rng(seed), seed[-1] % 2 == 0
         found: list[tuple[Plan, Verdict, Deal]] = []
         unjudged: list[Deal] = []
         ends: dict[int, tuple[float, Deal]] = {}
@@ -314,7 +316,7 @@ class _Hunt:
 
         with suppress(BudgetSpent):  # what it has found counts
             for deal in firsts:
-                judge_end(*self.deals.descended(deal, self.deal_s, rng, late))
+                judge_end(*self.deals.descended(deal, self.deal_s, rng, late, splits=splits))
             best_s, since = math.inf, 0
             for number in range(MORE_DEALS if ends else 0):
                 ranked = sorted(ends.values(), key=lambda entry: entry[0])
@@ -328,7 +330,7 @@ class _Hunt:
                 if confirmed:
                     self.deals.descended(begin, self.deal_s, rng, late, judged_s)
                 else:
-                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late))
+                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late, splits=splits))
         return found, unjudged
 
     def _expected_s(self, draft: Draft) -> float:
@@ -375,12 +377,13 @@ class _Hunt:
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
+        until_s = self.search.elapsed_s + max(self._left_s(RESETTLED), (RESETTLED - STARTED) * self.search.budget_s)
         for _, layout, _ in self.ranked()[:WALKS]:
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
             for schedule, zero_stage, sequence_parallel, size in product(
                 (*SCHEDULES, *SPLIT_SCHEDULES), (0, 1), parallel, MICRO_BATCHES
             ):
-                if self.late(RESETTLED):
+                if self.search.elapsed_s > until_s:
                     return
                 self.score_s(replace(layout, micro_batch=size, settings=Settings(schedule, zero_stage, sequence_parallel)))
 
