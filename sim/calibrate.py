@@ -2,8 +2,8 @@
 
 The constants are fitted together, by least squares with bounds and a robust loss: the residuals are the logarithms of measured
 over predicted seconds, of each instruction's computation and of each iteration, where the prediction is the simulation's, and of
-each message or collective of a bench. An iteration is simulated there with the measured seconds of the instructions of lanes
-of several devices: where the model cannot tell these, as of collectives that wait for a busy host, they bend what they are made
+each message or collective of a bench. An iteration of a paced run is simulated there with the measured seconds of its
+instructions: where the model cannot tell these, as of lanes whose collectives wait for a busy host, they bend what they are made
 of, and not the links.
 Plans held out are predicted by the constants alone. Every constant has a weak prior, its value in the cluster file; computation
 has one for each kind of GPU and one beside it for each device, links one for each protocol and one beside it for each direction
@@ -733,11 +733,12 @@ class Fitting:
     def _plan_logs(self, number: int, cluster: Cluster, network: Network) -> Vector:
         """Logarithms of an observation's predicted seconds: of the iteration, its instructions, messages and peaks.
 
-        The iteration is predicted with the measured seconds of instructions of lanes that talk inside: what the model says wrong
-        of these is told by them, and is not to be told once more of all else that the iteration is made of.
+        The iteration of a paced run is predicted with its instructions' measured seconds: what the model says wrongly of these
+        is told by them, and is not to be told once more of all else that the iteration is made of. Of a real run the seconds of
+        an instruction vary, and the iteration has their mean, not their median: there the constants answer for them.
         """
         each, program = self.observations[number], self._program(number)
-        known_s = {key: seconds for key, seconds in each.spans_s.items() if len(program.by_name[key[0]].devices) > 1}
+        known_s = each.spans_s if each.origin == "paced" else {}
         trace = simulate(each.plan, cluster, network=network, program=program, known_s=known_s)
         self._links_used.setdefault(number, frozenset(link.name for link in trace.links))
         lanes, sent, spans = program.by_name, _messages_s(trace), _spans_s(trace)

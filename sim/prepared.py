@@ -157,7 +157,7 @@ class Prepared:
             lane = self.lanes[name]
             return lane if program is not None else replace(lane, instructions=tuple(lane_instructions(plan, lane, ends)))
 
-        built = _built_alike(lanes) if condense else {name: name for name in self.lanes}
+        built = _built_alike(plan, lanes) if condense else {name: name for name in self.lanes}
         models = {name: compiled(name) for name in dict.fromkeys(built.values())}
         uses = {name: _Uses.of(lane) for name, lane in models.items()}
         cost, owners = ComputeCost(plan, network.cluster), switch_owners(plan, lanes, network.cluster)
@@ -275,7 +275,7 @@ def _add(loads: dict[int, float], transfer: Transfer, links: Mapping[int, int]) 
             loads[link] = loads.get(link, 0.0) + num_bytes
 
 
-def _built_alike(lanes: Sequence[Lane]) -> dict[str, str]:
+def _built_alike(plan: Plan, lanes: Sequence[Lane]) -> dict[str, str]:
     """For each lane the one at its place in the first pipeline built as its own: their instructions differ in peers alone."""
     by_name = {lane.name: lane for lane in lanes}
     pipelines: dict[int, list[Lane]] = {}
@@ -287,7 +287,8 @@ def _built_alike(lanes: Sequence[Lane]) -> dict[str, str]:
 
     def build(lane: Lane) -> Hashable:
         own = replace(lane, name="", pipeline=0, devices=(), previous=(), next=(), instructions=())
-        return own, len(lane.devices), edges(lane.previous), edges(lane.next)
+        stage = plan.pipelines[lane.pipeline].stages[lane.stage]
+        return own, len(lane.devices), stage.recompute, stage.recompute_layers, edges(lane.previous), edges(lane.next)
 
     first: dict[Hashable, list[Lane]] = {}
     found: dict[str, str] = {}

@@ -111,6 +111,15 @@ def test_a_slower_card_sets_its_pipeline_apart() -> None:
     assert_same(simulate(copies, cluster), simulate_every_lane(copies, cluster))
 
 
+def test_pipelines_that_differ_in_what_they_recompute_are_not_alike() -> None:
+    cluster, copies = copied(*small(), 3, True)
+    first, *others = copies.pipelines
+    again = replace(first, stages=tuple(replace(held, recompute="full") for held in first.stages))
+    chosen = replace(copies, pipelines=(again, *others))
+    assert set(condensed(chosen, Network(cluster)).like.values()) == {"p0s0", "p0s1", "p1s0", "p1s1"}
+    assert_same(simulate(chosen, cluster), simulate_every_lane(chosen, cluster))
+
+
 def test_what_the_judge_says_is_what_the_whole_trace_reports() -> None:
     cluster, copies = copied(*small(), 8, True)
     verdict = simulation(cluster, copies.job())(copies)

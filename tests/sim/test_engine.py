@@ -162,7 +162,7 @@ def test_zb_v_keeps_a_small_bubble_where_halves_are_unequal_and_messages_take_ti
     f, i, w, latency_s = 1.0, 1.1, 0.9, 0.1
     names = [f"n{s}/0" for s in range(depth)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sim.engine, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, i), weight_s=w))
+        patch.setattr(sim.prepared, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, i), weight_s=w))
         cluster = ethernet_cluster([1] * depth, 1e30, latency_s=latency_s)
         trace = simulate(plan([looped("zb-v", depth, 2)], 4 * depth, schedule="zb-v"), cluster)
     assert trace.iteration_s < 1.09 * 2 * 4 * depth * (f + i + w)
