@@ -115,7 +115,7 @@ def _judged(runs: list[tuple[str, Trace]], cluster: Cluster, found: Calibrated, 
     # The constants of the half alone, which the held-out plans are predicted with.
     out = {name for one in found.predictions for name in one.observation.names}
     kept = [(name, trace) for name, trace in runs if name not in out]
-    half = chosen_fitting(cluster, observed(kept, cluster, several_models=True), seed=seed).fit()[1].cluster
+    half = chosen_fitting(cluster, observed(kept, cluster, several_models=True), seed=seed).fit().cluster
     return [
         *_communication(kept + [(name, trace) for name, trace in runs if name in out], cluster),
         "",
@@ -171,7 +171,7 @@ def _contention(runs: list[tuple[str, Trace]], before: Cluster, seed: int) -> li
     if not all(times.values()):
         return ["no runs of plans that differ only in contention"]
     others = [(name, trace) for name, trace in runs if name.rsplit(".", 1)[0] not in CONTENTION]
-    apart = chosen_fitting(before, observed(others, before, several_models=True), seed=seed).fit()[1].cluster
+    apart = chosen_fitting(before, observed(others, before, several_models=True), seed=seed).fit().cluster
     lines = []
     shared, alone = (median(period_s(trace) for trace in times[twin]) for twin in CONTENTION)
     measured = shared / alone

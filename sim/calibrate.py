@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeAlias
@@ -278,7 +279,7 @@ class Constant:
     beside: str | None = None
     """The constant that it is beside: the kind of a device, the protocol of a link."""
     own: float = 1.0
-    """Standard deviation of the prior, in the unit in which those it is beside have theirs."""
+    """Standard deviation of the prior: of a time in seconds, else in the unit in which those it is beside have theirs."""
     devices: frozenset[str] | None = None
     """The devices that it is of; None: it may tell on any plan."""
     links: frozenset[str] | None = None
@@ -538,7 +539,7 @@ def _time(
     """A time of at least 0; its prior's standard deviation is its value, or `least_unit` where that is more."""
     unit = max(now, least_unit)
     return Constant(
-        name, lambda c, z: change(c, _figure(max(0.0, value(c) + unit * z))), -now / unit, 1000.0, value=value, unit="s"
+        name, lambda c, z: change(c, _figure(max(0.0, value(c) + unit * z))), -now / unit, 1000.0, own=unit, value=value, unit="s"
     )
 
 
@@ -606,6 +607,8 @@ class Fit:
 
     cluster: Cluster
     constants: tuple[Told, ...]
+    z: Vector
+    """Of the constants, in their priors' standard deviations."""
 
 
 @dataclass
@@ -639,7 +642,10 @@ class Fitting:
         records: bool = False,
         elsewhere: Sequence[Elsewhere] = (),
         priors: Priors = PRIORS[0],
+        near: Fitting | None = None,
     ) -> None:
+        """`near`: one of the same constants with other priors, where the fit to all observations begins."""
+        self._near = near
         self.cluster, self.observations, self.links = cluster, list(observations), list(links)
         self.elsewhere, self.priors = list(elsewhere), priors
         self.constants = constants_of(cluster, self.observations, self.links, records, self.elsewhere, priors)
@@ -649,20 +655,44 @@ class Fitting:
         alone = [1 / (ELSEWHERE_ERROR * counts[each.source] ** 0.25) for each in self.elsewhere]
         self._other_weights = np.array([1 / LINK_ERROR] * len(self.links) + alone)
         self._others_measured = np.log([*(one.seconds for one in self.links), *(each.iteration_s for each in self.elsewhere)])
+        self._fit: Fit | None = None
         self._derivatives: _Slopes | None = None
         self._known: dict[bytes, _World] = {}
         self._links_used: dict[int, frozenset[str]] = {}
         self._programs: dict[int, Program] = {}
         self._instructions: dict[int, dict[SpanKey, Compute | OptimizerStep]] = {}
 
-    def fit(self, among: Sequence[int] | None = None, start: Vector | None = None) -> tuple[Vector, Fit]:
-        """The fit to the observations of these numbers (all), from `start` (the priors): z, and what it says."""
-        chosen = list(range(len(self.observations))) if among is None else list(among)
-        free = np.ones(len(self.constants), dtype=bool)
-        z = self._solve(chosen, free, self._start(chosen) if start is None else start.copy())
-        if among is None and self._derivatives is not None and np.abs(z - self._derivatives.at).max() > 1:
+    def fit(self) -> Fit:
+        """The fit to all observations; found once."""
+        if self._fit is None:
+            self._fit = self._fitted(range(len(self.observations)), None if self._near is None else self._from(self._near))
+        return self._fit
+
+    def fit_without(self, out: Collection[int]) -> Fit:
+        """The fit to the observations but these. It begins where the fit to all of them ended, and with its derivatives."""
+        start = self.fit()
+        kept, self._derivatives = self._derivatives, deepcopy(self._derivatives)
+        found = self._fitted([number for number in range(len(self.observations)) if number not in out], start.z)
+        self._derivatives = kept
+        return found
+
+    def _from(self, other: Fitting) -> Vector:
+        """z of what another fitting of these constants found, whose derivatives are taken over."""
+        priors = np.array([own.own / its.own for own, its in zip(self.constants, other.constants, strict=True)])
+        z: Vector = other.fit().z / priors
+        found = other._derivatives
+        if found is not None:
+            slopes = {number: slopes * priors for number, slopes in found.of_plans.items()}
+            self._derivatives = _Slopes(z.copy(), slopes, found.of_others * priors)
+        return z
+
+    def _fitted(self, chosen: Sequence[int], start: Vector | None = None) -> Fit:
+        """The fit to the observations of these numbers: from `start`, near enough to keep its derivatives, or from the priors."""
+        free, anew = np.ones(len(self.constants), dtype=bool), start is None
+        z = self._solve(chosen, free, self._start(chosen) if start is None else start, anew)
+        if anew and self._derivatives is not None and np.abs(z - self._derivatives.at).max() > 1:
             self._derivatives = None  # what is told is to be judged by derivatives found here
-        left = self._left(chosen, free, z)
+        left = self._left(chosen, free, z, anew)
         while (not_told := np.flatnonzero(free & (left > TOLD))).size:
             # A constant that others of its kind are beside is what they share: it goes only after them.
             free_names = {self.constants[i].beside for i in np.flatnonzero(free)}
@@ -671,9 +701,9 @@ class Fitting:
                 break
             worst = max(waiting, key=lambda i: left[i])
             free[worst] = False
-            left = np.where(free, self._left(chosen, free, z), left)
+            left = np.where(free, self._left(chosen, free, z, anew), left)
         if not free.all():
-            z = self._solve(chosen, free, np.where(free, z, 0.0))
+            z = self._solve(chosen, free, np.where(free, z, 0.0), anew)
         after = applied(self.cluster, self.constants, z)
         told = []
         for i, constant in enumerate(self.constants):
@@ -684,11 +714,7 @@ class Fitting:
             )
             before, now = constant.value(self.cluster), constant.value(after)
             told.append(Told(constant.name, before, now, constant.unit, float(left[i]), bool(free[i]), at_bound))
-        return z, Fit(after, tuple(told))
-
-    def predicted_s(self, z: Vector, among: Iterable[int]) -> list[float]:
-        """Seconds of the iterations of the observations of these numbers."""
-        return _simulated(applied(self.cluster, self.constants, z), [self.observations[i] for i in among])
+        return Fit(after, tuple(told), z)
 
     def _start(self, chosen: Sequence[int]) -> Vector:
         """Where a fit begins: at the priors, but with the speeds that the devices' own instructions tell without more ado."""
@@ -808,10 +834,10 @@ class Fitting:
 
     # --- Derivatives ---
 
-    def _slopes(self, chosen: Sequence[int], z: Vector) -> Vector:
-        """Derivatives of the residuals, of which those found near by serve too."""
+    def _slopes(self, chosen: Sequence[int], z: Vector, anew: bool) -> Vector:
+        """Derivatives of the residuals, of which those found near by serve too; wherever they were found, if not `anew`."""
         found = self._derivatives
-        if found is None or np.abs(z - found.at).max() > STALE or not found.of_plans.keys() >= set(chosen):
+        if found is None or (anew and np.abs(z - found.at).max() > STALE) or not found.of_plans.keys() >= set(chosen):
             found = self._derivatives = self._differentiated(chosen, z)
         parts = [found.of_plans[number] * self._weights(number)[:, None] for number in chosen]
         return np.concatenate([*parts, found.of_others * self._other_weights[:, None]])
@@ -860,8 +886,10 @@ class Fitting:
 
     # --- Solving ---
 
-    def _solve(self, chosen: Sequence[int], free: NDArray[np.bool_], z: Vector) -> Vector:
+    def _solve(self, chosen: Sequence[int], free: NDArray[np.bool_], z: Vector, anew: bool) -> Vector:
         """z of the free constants with the least robust squares of the residuals and squares of z; the others stay.
+
+        Derivatives that no longer lead down are found `anew`, or steps get shorter.
 
         Levenberg-Marquardt steps within the bounds, the residuals weighted so that they pull as those of the robust loss
         sqrt(1 + (residual / LOOSE)^2) do.
@@ -876,7 +904,7 @@ class Fitting:
         loss, damping = _loss(residuals, z), 0.1
         for _ in range(MOST_STEPS):
             weights = (1 + (residuals / LOOSE) ** 2) ** -0.25
-            slopes = self._slopes(chosen, z)[:, free]
+            slopes = self._slopes(chosen, z, anew)[:, free]
             eye = np.eye(int(free.sum()))
             matrix = np.concatenate([slopes * weights[:, None], eye, math.sqrt(damping) * eye])
             target = -np.concatenate([residuals * weights, z[free], np.zeros(len(eye))])
@@ -892,7 +920,7 @@ class Fitting:
                 break
             if gained > 0:
                 damping = damping / 10 if damping > 1e-3 else 0.0
-            elif self._derivatives is not None and not np.array_equal(self._derivatives.at, z):
+            elif anew and self._derivatives is not None and not np.array_equal(self._derivatives.at, z):
                 self._derivatives = None
             elif damping > MOST_DAMPING:
                 break
@@ -900,12 +928,12 @@ class Fitting:
                 damping = max(1.0, 10 * damping)
         return z
 
-    def _left(self, chosen: Sequence[int], free: NDArray[np.bool_], z: Vector) -> Vector:
+    def _left(self, chosen: Sequence[int], free: NDArray[np.bool_], z: Vector, anew: bool) -> Vector:
         """What the data leave of each prior's standard deviation.
 
         Of a constant beside another it is that of the two together, over what the prior says of its own.
         """
-        slopes = self._slopes(chosen, z)[:, free]
+        slopes = self._slopes(chosen, z, anew)[:, free]
         covariance = np.linalg.inv(slopes.T @ slopes + np.eye(slopes.shape[1]))
         places = {int(i): n for n, i in enumerate(np.flatnonzero(free))}
         index = {constant.name: i for i, constant in enumerate(self.constants)}
@@ -1008,7 +1036,7 @@ def calibrate(
     rng = np.random.default_rng(seed)
     if not runs:
         fitting = Fitting(start, [], links, elsewhere=elsewhere)
-        _, fit = fitting.fit()
+        fit = fitting.fit()
         errors = _errors_elsewhere(fitting, cluster, fit.cluster, rng)
         return Calibrated(
             fit.cluster, cluster, fit.constants, (), "no runs, no plans to hold out", None, None, None, None, 0, None, errors
@@ -1022,16 +1050,16 @@ def calibrate(
     count = len(observations)
     order = [int(i) for i in rng.permutation(count)]
     fitting = chosen_fitting(start, observations, links, elsewhere, seed)
-    z, fit = fitting.fit()
+    fit = fitting.fit()
     if holdout is not None:
         out = order[: min(max(2, round(count * holdout)), count - 2)]
         kept = [observations[i] for i in sorted(set(range(count)) - set(out))]
         apart = chosen_fitting(start, kept, links, elsewhere, seed)
-        fitted = apart.fit()[1].cluster
+        fitted = apart.fit().cluster
         after = dict(zip(out, _simulated(fitted, [observations[i] for i in out]), strict=True))
         how = f"{len(out)} of {count} plans held out of one fit to the others"
     else:
-        after, parts = _cross_validated(fitting, z, order)
+        after, parts = _cross_validated(fitting, order)
         how = f"each of {count} plans held out once, in {parts} parts"
     before = _simulated(cluster, observations)
     found = tuple(Prediction(observations[i], observations[i].iteration_s, before[i], after[i]) for i in sorted(after))
@@ -1097,26 +1125,26 @@ def chosen_fitting(
     """
     order = [int(i) for i in np.random.default_rng(seed).permutation(len(observations))]
 
-    def tried(records: bool, priors: Priors) -> tuple[float, Fitting]:
-        fitting = Fitting(cluster, observations, links, records, elsewhere, priors)
-        after, _ = _cross_validated(fitting, fitting.fit()[0], order)
+    def tried(records: bool, priors: Priors, near: Fitting | None = None) -> tuple[float, Fitting]:
+        fitting = Fitting(cluster, observations, links, records, elsewhere, priors, near)
+        after, _ = _cross_validated(fitting, order)
         error = sum(abs(math.log(seconds / observations[i].iteration_s)) for i, seconds in after.items())
         return error, fitting
 
-    best = min((tried(False, priors) for priors in PRIORS), key=lambda one: one[0])
+    first = tried(False, PRIORS[0])
+    best = min((first, *(tried(False, priors, first[1]) for priors in PRIORS[1:])), key=lambda one: one[0])
     if observations[0].origin == "measured":
         best = min(best, tried(True, best[1].priors), key=lambda one: one[0])
     return best[1]
 
 
-def _cross_validated(fitting: Fitting, z: Vector, order: Sequence[int]) -> tuple[dict[int, float], int]:
-    """Predicted seconds of each observation, held out of a fit that starts at `z`, and in how many parts."""
+def _cross_validated(fitting: Fitting, order: Sequence[int]) -> tuple[dict[int, float], int]:
+    """Predicted seconds of each observation by a fit without it, and in how many parts they were left out."""
     parts = min(MOST_PARTS, len(order))
     found: dict[int, float] = {}
     for part in range(parts):
-        out = list(order[part::parts])
-        apart, _ = fitting.fit(sorted(set(order) - set(out)), z)
-        found.update(zip(out, fitting.predicted_s(apart, out), strict=True))
+        out = order[part::parts]
+        found.update(zip(out, _simulated(fitting.fit_without(out).cluster, [fitting.observations[i] for i in out]), strict=True))
     return found, parts
 
 

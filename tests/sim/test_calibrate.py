@@ -84,7 +84,7 @@ def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> Non
     for (_, trace), logs in zip(some, predicted, strict=True):
         assert logs[0] == pytest.approx(math.log(trace.iteration_s), abs=0.005)
     assert sum(simulate(trace.plan, TRUE).iteration_s < 0.95 * trace.iteration_s for _, trace in some) >= 2
-    cluster = Fitting(WORLD, observed(some, WORLD)).fit()[1].cluster
+    cluster = Fitting(WORLD, observed(some, WORLD)).fit().cluster
     network = Network(cluster)
     for name, rate in (("site:centre>site:workshop", 1.75e6), ("site:workshop>site:centre", 2.5e6)):
         assert network.named(name).capacity_bytes_per_s == pytest.approx(rate, rel=0.05), name
@@ -101,7 +101,7 @@ def test_what_messages_take_besides_is_told_where_the_file_says_nothing() -> Non
     # A start a hundred times the link's latency, in plans of few and of many messages.
     slow = truth(WORLD, FACTORS, start_s=4e-3)
     some = [(f"{i}.json", measured(plan, slow, i)) for i, plan in enumerate(PLANS[:10])]
-    fit = Fitting(WORLD, observed(some, WORLD)).fit()[1]
+    fit = Fitting(WORLD, observed(some, WORLD)).fit()
     told = {one.name: one for one in fit.constants}
     assert told["fabric.start"].told and told["fabric.start"].after == pytest.approx(4e-3, rel=0.25)
 
@@ -200,7 +200,7 @@ def test_the_keys_that_attention_computes_beyond_its_mask_are_fitted_and_none_ar
             alone, nodes=(replace(alone.nodes[0], gpu=replace(LARGE, efficiency=replace(EFFICIENCY, attention_keys=keys))),)
         )
         runs = [(f"{i}.json", measured(plan, true, i, origin="measured")) for i, plan in enumerate(some)]
-        _, fit = Fitting(alone, observed(runs, alone), records=True).fit()
+        fit = Fitting(alone, observed(runs, alone), records=True).fit()
         told = {one.name: one for one in fit.constants}["attention_keys of CPU-large"]
         assert told.after == pytest.approx(keys, rel=0.2, abs=2.0) and told.told and not told.at_bound
 
@@ -215,7 +215,7 @@ def test_what_a_gpus_allocator_keeps_is_fitted_to_peaks() -> None:
     for i, plan in enumerate(plans):
         peaks = {name: round(num_bytes * rng.normal(1, 0.01)) for name, num_bytes in peaks_bytes(plan, stack).items()}
         some.append((f"{i}.json", replace(measured(plan, gpus, i, origin="measured"), peak_bytes=peaks)))
-    _, fit = Fitting(gpus, observed(some, gpus)).fit()
+    fit = Fitting(gpus, observed(some, gpus)).fit()
     told = {one.name: one for one in fit.constants if one.told}
     assert told["stack.activation_scale"].after == pytest.approx(1.4, rel=0.05)
     assert told["stack.fragmentation"].after == pytest.approx(0.12, abs=0.02)
