@@ -4,8 +4,9 @@
     nice -n -19 python benchmarks/calibration.py --cpu results/cpu-runs [--seed 0] [--out benchmarks/results/calibration.txt]
 
 `--runs` is the folder that benchmarks/testbed_runs.py leaves: paced runs on the two-sites testbed. Its `hidden.json` is read
-after the fit, to judge it. `--cpu` trains small models on this machine's CPUs, in one process and in two, each on one thread,
-before it calibrates; the runs that its folder has already are not made again. Each has its own section of the file.
+after the fit, to judge it. `--cpu` measures this machine's CPU with `motley bench`, and trains small models on it, in one process
+and in two, each on one thread, before it calibrates on both; what its folder has already is not made again. Each has its own
+section of the file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +27,7 @@ from experiments.calibration import error_rows, figure, sentences, warnings
 from sim.calibrate import Calibrated, calibrate, chosen_fitting, observed
 from sim.engine import simulate
 from sim.metrics import report
+from sim.spec.bench import Bench, read_bench
 from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
 from sim.spec.plan import Plan, parse_plan
 from sim.spec.reading import write_file
@@ -59,15 +63,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     cluster = read_cluster(CPUS if asked.runs is None else CLUSTER)
+    benches: list[tuple[str, Bench]] = []
     if asked.runs is None:
         runs = cpu_runs(asked.cpu.resolve(), asked.repeats, asked.steps)
+        benches = [("bench", cpu_bench(asked.cpu / "bench.yaml"))]
     else:
         runs = [(path.stem, read_trace(path)) for path in sorted((asked.runs / "traces").glob("*.json"))]
     began_s = time.perf_counter()
-    found = calibrate(cluster, runs, holdout=0.5, seed=asked.seed, several_models=True)
+    found = calibrate(cluster, runs, benches, holdout=0.5, seed=asked.seed, several_models=True)
     took_s = time.perf_counter() - began_s
     if asked.runs is None:
-        judged = [f"one thread for each process; niceness {os.getpriority(os.PRIO_PROCESS, 0)}"]
+        judged = [f"one thread for each process; niceness {os.getpriority(os.PRIO_PROCESS, 0)}; with a bench of the CPU"]
     else:
         judged = _judged(runs, cluster, found, asked.runs / "hidden.json", asked.seed)
     lines = [
@@ -271,6 +277,14 @@ def cpu_runs(folder: Path, repeats: int, steps: int) -> list[tuple[str, Trace]]:
             shown = " ".join(f"{1e3 * seconds:.0f}" for seconds in told.result.step_s)
             print(f"{name}: {1e3 * told.trace.iteration_s:.0f} ms ({shown})", flush=True)
     return [(path.stem, read_trace(path)) for path in sorted((folder / "traces").glob("*.json"))]
+
+
+def cpu_bench(path: Path) -> Bench:
+    """What `motley bench` measures of this machine's CPU on one thread; what the file has, if there is one."""
+    if not path.is_file():
+        command = [sys.executable, "-m", "experiments", "bench", "--device", "cpu", "--out", str(path)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return read_bench(path)
 
 
 if __name__ == "__main__":
