@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TypeAlias
 
 from partition.batches import Pace, split_batch
 from partition.drafts import Draft, Settings, stage
 from partition.layers import ranges, split_layers
-from partition.pricing import Pricing
+from partition.pricing import Course, Pricing
 from partition.room import Room
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -43,6 +44,22 @@ class _Cut:
     pace: Pace
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """Groups, how each pipeline of them is cut, and how many micro-batches it takes."""
+
+    pipelines: Sequence[Groups]
+    micro_batch: int
+    settings: Settings
+    cuts: Sequence[_Cut]
+    micro_batches: Sequence[int]
+
+    @property
+    def pace_s(self) -> float:
+        """When the last pipeline ends its last backward by its pace: a first guess at the iteration."""
+        return max(cut.pace.fill_s + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True))
+
+
 class Assembly:
     """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft."""
 
@@ -55,6 +72,11 @@ class Assembly:
 
     def draft(self, pipelines: Sequence[Groups], micro_batch: int, settings: Settings) -> Draft | None:
         """The draft with these stages, or None where layers do not fit or micro-batches do not sum to the batch."""
+        dealt = self.dealt(pipelines, micro_batch, settings)
+        return None if dealt is None else self.built(dealt)
+
+    def dealt(self, pipelines: Sequence[Groups], micro_batch: int, settings: Settings) -> Dealt | None:
+        """How layers and batch are divided among these stages; None where either cannot be."""
         if micro_batch * len(pipelines) > self._job.global_batch or self._job.global_batch % micro_batch:
             return None
         number = len(pipelines)
@@ -73,16 +95,22 @@ class Assembly:
                 if cut is None:
                     return None
                 cuts[sign] = cut
-        built = [
-            self._stages_of(groups, cuts[sign].counts, cuts[sign].full, micro_batch)
-            for groups, sign in zip(pipelines, signs, strict=True)
-        ]
-        counts = split_batch(self._job.global_batch, [cuts[sign].pace for sign in signs])
-        if counts is None:
-            return None
-        draft = tuple(Pipeline(micro_batch, n, stages) for stages, n in zip(built, counts, strict=True))
+        chosen = [cuts[sign] for sign in signs]
+        counts = split_batch(self._job.global_batch, [cut.pace for cut in chosen])
+        return None if counts is None else Dealt(pipelines, micro_batch, settings, chosen, counts)
+
+    def built(self, dealt: Dealt) -> Draft | None:
+        """The draft of what was dealt; None where the pipeline with the most micro-batches does not fit."""
+        size = dealt.micro_batch
+        draft = tuple(
+            [
+                Pipeline(size, n, self._stages_of(groups, cut.counts, cut.full, size))
+                for groups, cut, n in zip(dealt.pipelines, dealt.cuts, dealt.micro_batches, strict=True)
+            ]
+        )
         # Memory was counted with the mean number of micro-batches; a fast pipeline takes more, and may hold more at once.
-        return draft if max(counts) <= self._number(len(pipelines), micro_batch) or self._room.fits(draft, settings) else None
+        more = max(dealt.micro_batches) > self._number(len(draft), size)
+        return None if more and not self._room.fits(draft, dealt.settings) else draft
 
     def _stages_of(self, groups: Groups, counts: tuple[int, ...], full: tuple[int, ...], micro_batch: int) -> tuple[Stage, ...]:
         """The stages of a pipeline that hold these numbers of layers, and recompute these numbers of them."""
@@ -119,11 +147,13 @@ class Assembly:
         for s, devices in enumerate(groups):
             flying = in_flight(settings.schedule, depth, s, number)
             tables.append(self._table(devices, pipelines, micro_batch, settings, flying, s == 0, s == depth - 1))
+        message, pieces = self._pricing.message_alike, [self._pricing.stage(own, micro_batch, settings) for own in groups]
+        messages = tuple([(message(a, b, settings), message(b, a, settings)) for a, b in pairwise(groups)])
         size = self._pricing.activation_bytes(micro_batch)
         waits = [0.0] * depth
-        for s in range(depth - 1):
-            for a, b in ((groups[s], groups[s + 1]), (groups[s + 1], groups[s])):
-                seconds = self._pricing.message(a, b, settings).seconds(size, twins) / 2
+        for s, ways in enumerate(messages):
+            for way in ways:
+                seconds = way.seconds(size, twins) / 2
                 waits[s] += seconds
                 waits[s + 1] += seconds
         best: tuple[float, _Cut] | None = None
@@ -140,11 +170,15 @@ class Assembly:
                 continue
             tried.append(counts)
             full = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
-            stages = self._stages_of(groups, tuple(counts), full, micro_batch)
-            course = self._pricing.course(Pipeline(micro_batch, number, stages), settings)
-            seconds = course.end_s(twins)
+            forward, backward = [], []
+            for s, (own, count, again) in enumerate(zip(pieces, counts, full, strict=True)):
+                forward.append(own.forward_s(count, s == 0, s == depth - 1))
+                backward.append(own.backward_s(count, again, s == 0, s == depth - 1))
+            course = Course(settings.schedule, number, tuple(forward), tuple(backward), messages, size)
+            fill_s, period_s = course.ends(twins)
+            seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:
-                best = seconds, _Cut(tuple(counts), full, Pace(micro_batch, *course.ends(twins)))
+                best = seconds, _Cut(tuple(counts), full, Pace(micro_batch, fill_s, period_s))
         assert best is not None
         return best[1]
 

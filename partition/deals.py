@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from partition.graph import DeviceGraph
 from partition.pricing import Devices
 from sim.spec.cluster import Node
 from sim.spec.job import Job
+
+Score: TypeAlias = "Callable[[Deal, float], float]"
+"""Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "eager-1f1b")
@@ -193,7 +197,7 @@ class Deals:
     def descended(
         self,
         deal: Deal,
-        score_s: Callable[[Deal], float],
+        score_s: Score,
         rng: np.random.Generator,
         late: Callable[[], bool],
         judged_s: Callable[[Deal], float] | None = None,
@@ -204,14 +208,14 @@ class Deals:
         All changes of one choice are tried, with `splits` schedules that divide backwards, and some of the many that cut a row.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
-        seconds, by_judge_s = score_s(deal), judged_s(deal) if judged_s is not None else math.inf
+        seconds, by_judge_s = score_s(deal, math.inf), judged_s(deal) if judged_s is not None else math.inf
 
         def better(changes: Sequence[Deal], most: int | None = None) -> tuple[float, float, Deal] | None:
             """The first of so many of these changes, in random order, that helps; None where none does, or it is late."""
             for i in rng.permutation(len(changes))[:most]:
                 if late():
                     return None
-                changed_s = score_s(changes[i])
+                changed_s = score_s(changes[i], seconds)
                 if changed_s < seconds * (1 - 1e-9):
                     judged = judged_s(changes[i]) if judged_s is not None else by_judge_s
                     if judged_s is None or judged < by_judge_s:
@@ -230,14 +234,14 @@ class Deals:
             seconds, by_judge_s, deal = found
         return seconds, deal
 
-    def kicked(self, deal: Deal, score_s: Callable[[Deal], float], rng: np.random.Generator) -> Deal:
+    def kicked(self, deal: Deal, score_s: Score, rng: np.random.Generator) -> Deal:
         """The deal after a few random changes that leave it feasible; as it is where none do."""
         for _ in range(KICKS):
             made = deal
             for _ in range(1 + int(rng.integers(KICKED))):
                 neighbours = list(self.near(made) if rng.random() < 0.5 else self.cut(made)) or list(self.near(made))
                 made = neighbours[int(rng.integers(len(neighbours)))]
-            if score_s(made) < math.inf:
+            if score_s(made, math.inf) < math.inf:
                 return made
         return deal
 

@@ -166,6 +166,7 @@ class Pricing:
         self._alike: dict[StageSeconds, StageSeconds] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
+        self._messages_alike: dict[object, Message] = {}
         self._courses: dict[object, tuple[tuple[Stage, ...], Course]] = {}
         self._asked: dict[object, Exchange] = {}
         self._exchanges: dict[object, tuple[float, float, tuple[tuple[tuple[tuple[str, ...], ...], float], ...]]] = {}
@@ -264,6 +265,17 @@ class Pricing:
             shared = transfer.loads if self._crosses(sender, receiver) else ()
             seconds = self.network.alone_s(transfer) - transfer.latency_s
             found = self._messages[key] = Message(transfer.latency_s, seconds, shared)
+        return found
+
+    def message_alike(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
+        """As `message`, but the links that it names may be others that are like those."""
+        key = (sender, receiver, settings.sequence_parallel)
+        found = self._messages_alike.get(key)
+        if found is None:
+            alike = self.alike((sender, receiver)), settings.sequence_parallel
+            if alike not in self._messages_alike:
+                self._messages_alike[alike] = self.message(sender, receiver, settings)
+            found = self._messages_alike[key] = self._messages_alike[alike]
         return found
 
     def _crosses(self, sender: Devices, receiver: Devices) -> bool:

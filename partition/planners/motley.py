@@ -90,6 +90,9 @@ QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
 one's is judged, if that is quick, and if it is not."""
 
+PACED = 1.06
+"""A deal whose pace takes so many times as long as another takes by its estimate is not better than that."""
+
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
 
@@ -158,6 +161,8 @@ class _Hunt:
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
         """By the number of pipelines, the best deal by the judge, and its seconds."""
+        self._plans: dict[Settings, Plan] = {}
+        """One that was met of each settings."""
         self.longest = 1, 0.0
         """The most work of a draft that was judged alone in this process, and the seconds that it took."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
@@ -366,14 +371,30 @@ class _Hunt:
         draft = None if layout is None else self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
         return None if draft is None else (draft, deal.settings)
 
-    def deal_s(self, deal: Deal) -> float:
-        """Seconds of an iteration of a deal by its estimate, or by its price; infinite where it cannot run."""
+    def deal_s(self, deal: Deal, worth_s: float = math.inf) -> float:
+        """Seconds of an iteration of a deal by its estimate, or by its price; infinite where it cannot run.
+
+        Where its pace says that it is not worth the estimate, because it takes longer than `worth_s`, it is the pace's seconds.
+        """
         known = self.dealt.get(deal)
         if known is None:
             self.search.check_budget()
-            drafted = self._drafted(deal)
-            known = self.dealt[deal] = math.inf if drafted is None else self.draft_s(*drafted)
+            layout = self.deals.layout(deal)
+            known = math.inf if layout is None else self._worth_s(layout, worth_s)
+            if known is None:
+                return PACED * worth_s
+            self.dealt[deal] = known
         return known
+
+    def _worth_s(self, layout: Layout, worth_s: float) -> float | None:
+        """Seconds of an iteration of a layout; None where its pace says that it takes longer than `worth_s`."""
+        dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
+        if dealt is None:
+            return math.inf
+        if dealt.pace_s > PACED * worth_s:
+            return None
+        draft = self.assembly.built(dealt)
+        return math.inf if draft is None else self.draft_s(draft, layout.settings)
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
@@ -454,7 +475,10 @@ class _Hunt:
             scattered = replace(settings, zero_stage=1)
             ratio = self.pricing.price_s(draft, settings) / self.pricing.price_s(draft, scattered)
             return ratio * self.draft_s(draft, scattered)
-        return self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
+        like = self._plans.get(settings)
+        if like is None:
+            like = self._plans[settings] = make_plan(self.search.cluster, self.job, draft, settings)
+        return self.estimates.changed_s(like, draft)
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
         shape = self._shape(layout)

@@ -138,14 +138,20 @@ class Estimates:
             return math.inf
         return Estimate(plan, self.cluster, self.network).iteration_s()
 
+    def changed_s(self, plan: Plan, pipelines: Sequence[Pipeline]) -> float:
+        """`iteration_s` of a plan with these pipelines instead of its own; that it would be sound is taken for granted."""
+        found = self._found(plan, pipelines)
+        return found.iteration_s if found is not None else self.iteration_s(replace(plan, pipelines=tuple(pipelines)))
+
     def many(self, plans: Iterable[Plan]) -> NDArray[np.float64]:
         """`iteration_s` of each of some plans."""
         return np.array([self.iteration_s(plan) for plan in plans])
 
     # --- From a plan to numbers ---
 
-    def _found(self, plan: Plan) -> _Found | None:
-        """What the compiled arithmetic finds; None for a plan that it does not follow."""
+    def _found(self, plan: Plan, pipelines: Sequence[Pipeline] | None = None) -> _Found | None:
+        """What the compiled arithmetic finds, with other pipelines than the plan's if they are given; None for a plan that it
+        does not follow."""
         self._check(plan)
         key = (
             plan.schedule,
@@ -164,14 +170,14 @@ class Estimates:
         if not settings.followed:
             return None
         try:
-            numbers = settings.numbers(plan)
+            numbers = settings.numbers(plan.pipelines if pipelines is None else pipelines)
         except _Impossible:
             return _Found(settings, math.inf, NO_ROWS, NO_ROWS, NO_VALUES, NO_VALUES)
         if numbers is None:
             return None
         compiled, again = self._compiled, False
         lanes = np.frombuffer(numbers.lanes, np.int64).reshape(-1, compiled.LANE_COLUMNS)
-        pipelines = np.frombuffer(numbers.pipelines, np.int64).reshape(-1, 3)
+        bounds = np.frombuffer(numbers.pipelines, np.int64).reshape(-1, 3)
         busy_s, num_bytes = np.empty(len(lanes)), np.empty(len(lanes))
         while True:
             iteration_s, end = compiled.evaluate(
@@ -179,7 +185,7 @@ class Estimates:
                 self._transfers.tables,
                 settings.tables(),
                 settings.sizes,
-                pipelines,
+                bounds,
                 lanes,
                 numbers.shards,
                 numbers.embeddings,
@@ -188,7 +194,7 @@ class Estimates:
                 num_bytes,
             )
             if end == compiled.DONE:
-                return _Found(settings, iteration_s, lanes, pipelines, busy_s, num_bytes)
+                return _Found(settings, iteration_s, lanes, bounds, busy_s, num_bytes)
             if end == compiled.MISSING:
                 self._paths.fill()
             else:
@@ -607,12 +613,11 @@ class _Settings:
 
     # --- A plan ---
 
-    def numbers(self, plan: Plan) -> _Numbers | None:
+    def numbers(self, pipelines: Sequence[Pipeline]) -> _Numbers | None:
         """A plan's lanes and pipelines, lanes in layer order; None where it is followed elsewhere.
 
         Raises _Impossible for a group that cannot work.
         """
-        pipelines = plan.pipelines
         copies, steps, count = len(pipelines), 0, 0
         ends = copies
         if self._model.tied_embeddings:
@@ -628,7 +633,7 @@ class _Settings:
             if found is None:
                 found = known[id(pipeline)] = pipeline, self._rows(pipeline, copies > 1)
             if found[1] is None:
-                return self._uneven_numbers(plan)
+                return self._uneven_numbers(replace(self._plan, pipelines=tuple(pipelines)))
             lanes += found[1]
             depth, micro_batches = len(pipeline.stages), pipeline.micro_batches
             steps, count = steps + depth * micro_batches, count + depth
