@@ -202,10 +202,12 @@ class Deals:
         late: Callable[[], bool],
         judged_s: Callable[[Deal], float] | None = None,
         splits: bool = False,
+        cuts: bool = True,
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, with `splits` schedules that divide backwards, and some of the many that cut a row.
+        All changes of one choice are tried, with `splits` schedules that divide backwards, and with `cuts` some of the many that
+        cut a row.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal, math.inf), judged_s(deal) if judged_s is not None else math.inf
@@ -227,7 +229,7 @@ class Deals:
             return (
                 better(list(self.near(deal)))
                 or (better(list(self.split(deal))) if splits else None)
-                or better(list(self.cut(deal)), MOST_CUT)
+                or (better(list(self.cut(deal)), MOST_CUT) if cuts else None)
             )
 
         while (found := changed()) is not None:

@@ -24,9 +24,9 @@ Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeR
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product, zip_longest
 from typing import TypeAlias, TypeVar
@@ -75,11 +75,12 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.25, 0.5, 0.52, 0.54, 0.75, 0.82, 0.92
-"""The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
-tuning and the judging of finalists end; the rest is for changes of the best."""
+PARTITIONED, BEGUN, SETTLED, DESCENDED, DEALT = 0.08, 0.15, 0.22, 0.38, 0.55
+STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.57, 0.59, 0.78, 0.84, 0.92
+"""The shares of the budget after which the graph partition, starts of deals, their first steps, descents from them, descents from
+changes, other starts, other settings, annealing, tuning and the judging of finalists end; the rest is for changes of the best."""
 
-FIRST_DEALS, MORE_DEALS, PATIENCE, DEALERS = 8, 40, 8, 2
+FIRST_DEALS, MORE_DEALS, PATIENCE, DEALERS = 6, 40, 8, 2
 """Descents begin from so many deals of different numbers of pipelines, and in each of so many processes from so many changes of
 the best; it gives up where so many one after the other find nothing better."""
 
@@ -134,6 +135,20 @@ def motley(search: Search) -> None:
     hunt.run()
     if not hunt.found:
         reject(search, hunt.graph.devices)
+
+
+@dataclass(frozen=True)
+class _Descent:
+    """What descents begin with: a deal, or None for changes of the best of the ends of earlier ones, each by its pipelines."""
+
+    start: Deal | None
+    ends: Mapping[int, tuple[float, Deal]]
+    least_s: float
+    """The best score so far: an end much worse is not judged."""
+    seed: list[int]
+    until_s: float = 0.0
+    """Of the search; no verdict is to come after the next."""
+    verdicts_s: float = 0.0
 
 
 class _Hunt:
@@ -251,16 +266,43 @@ class _Hunt:
         self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
 
     def deal(self) -> None:
-        """Descends among deals, first with each number of pipelines, then from changes of the best; where they end is judged."""
+        """Descends among deals, and has where they end judged, until their share of the budget is spent.
+
+        First in few steps from a start of each number of pipelines, then as far as it goes from the best of these, and then from
+        changes of the best that were judged.
+        """
         if not self.firsts:
             return
-        firsts = [self.firsts[n:FIRST_DEALS:DEALERS] for n in range(min(DEALERS, len(self.firsts)))]
+        until_s = self.search.elapsed_s + self._left_s(SETTLED)
+        tasks = [(start, [self.search.seed, n], until_s) for n, start in enumerate(self.firsts)]
+        settled = sorted(side_by_side(self.settle, tasks, self.search.check_budget), key=lambda entry: entry[0])
+        least_s = settled[0][0]
+        firsts = [deal for _, deal in settled[:FIRST_DEALS]]
+        self._descend_all([_Descent(deal, {}, least_s, [self.search.seed, n]) for n, deal in enumerate(firsts)], DESCENDED)
+        if self.ends:
+            self._descend_all([_Descent(None, self.ends, least_s, [self.search.seed, n]) for n in range(DEALERS)], DEALT)
+
+    def settle(self, task: tuple[Deal, list[int], float]) -> tuple[float, Deal]:
+        """The deal to which changes that cut no row lead from one, with its score, until a moment of the search."""
+        deal, seed, until_s = task
+        with suppress(BudgetSpent):
+            rng = np.random.default_rng(seed)
+            return self.deals.descended(deal, self.deal_s, rng, lambda: self.search.elapsed_s > until_s, cuts=False)
+        return self.dealt.get(deal, math.inf), deal
+
+    def _descend_all(self, descents: Sequence[_Descent], share: float) -> None:
+        """Descends until a share of the budget is spent, side by side where it may; takes what is found."""
         # Only what forecasts may be asked by several processes at once.
-        alone = not isinstance(self.search.judge, Forecast)
-        turns = len(firsts) if alone else -(-len(firsts) // cores())
+        workers = cores() if isinstance(self.search.judge, Forecast) else 1
+        turns = -(-len(descents) // workers)
+        now_s = self.search.elapsed_s
         # A verdict is worth more than annealing, whose time it may take.
-        time_s = self._left_s(DEALT) / turns, self._left_s(WALKED) / turns
-        tasks = [(own, [self.search.seed, n], time_s) for n, own in enumerate(firsts)]
+        left_s = self._left_s(share), self._left_s(WALKED)
+        tasks = []
+        for n, one in enumerate(descents):
+            # From changes of the best it would go on for ever; a descent from a start ends, and lets the next one begin.
+            part = 1.0 if one.start is not None else (n // workers + 1) / turns
+            tasks.append(replace(one, until_s=now_s + part * left_s[0], verdicts_s=now_s + part * left_s[1]))
         with self.search.ahead() as ahead:
             news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
 
@@ -269,7 +311,8 @@ class _Hunt:
                 self.search.check_budget()
 
             descend = partial(self.descend, tell=news.tell)
-            for judged, unjudged in map(descend, tasks) if alone else side_by_side(descend, tasks, check):
+            for judged, unjudged, longest in map(descend, tasks) if workers == 1 else side_by_side(descend, tasks, check):
+                self.longest = max(self.longest, longest)
                 for plan, verdict, deal in judged:
                     self.search.take(plan, verdict)
                     _note_end(self.ends, verdict, deal)
@@ -278,30 +321,27 @@ class _Hunt:
                         self.score_s(layout)
 
     def descend(
-        self, task: tuple[Sequence[Deal], list[int], tuple[float, float]], tell: Callable[[tuple[Plan, Verdict]], None]
-    ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal]]:
-        """What descents among deals meet that is judged, within some seconds: from some deals, then from changes of the best.
+        self, task: _Descent, tell: Callable[[tuple[Plan, Verdict]], None]
+    ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal], tuple[int, float]]:
+        """What descents among deals meet that is judged: from a deal, or from changes of the best of those that were judged.
 
-        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come after the second number
-        of seconds: the second list has the ends that are left unjudged so.
+        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come too late: the second
+        list has the ends that are left unjudged so. The third is the most work that was judged, and the seconds that it took.
         Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
-        the judge confirm each change, once it has descended from its own deals; the first time from the best as it is. The others
-        try zero-bubble schedules, which lead elsewhere.
+        the judge confirm each change of a change of the best; the first time of the best as it is. The others try zero-bubble
+        schedules, which lead elsewhere.
         """
-        firsts, seed, (most_s, verdicts_s) = task
-        until_s, last_s = self.search.elapsed_s + most_s, self.search.elapsed_s + verdicts_s
-        rng, splits = np.random.default_rng(seed), seed[-1] % 2 == 0
+        rng, odd = np.random.default_rng([*task.seed, task.start is None]), task.seed[-1] % 2 == 1
         found: list[tuple[Plan, Verdict, Deal]] = []
         unjudged: list[Deal] = []
-        ends: dict[int, tuple[float, Deal]] = {}
-        least_s = math.inf
+        ends, least_s = dict(task.ends), task.least_s
 
         def late() -> bool:
-            return self.search.elapsed_s > until_s
+            return self.search.elapsed_s > task.until_s
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or late() or self.search.elapsed_s + self._expected_s(drafted[0]) > last_s:
+            if drafted is None or late() or self.search.elapsed_s + self._expected_s(drafted[0]) > task.verdicts_s:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
             with self._clocked(drafted[0]):
@@ -320,23 +360,24 @@ class _Hunt:
                 unjudged.append(deal)
 
         with suppress(BudgetSpent):  # what it has found counts
-            for deal in firsts:
-                judge_end(*self.deals.descended(deal, self.deal_s, rng, late, splits=splits))
+            if task.start is not None:
+                judge_end(*self.deals.descended(task.start, self.deal_s, rng, late, splits=True))
+                return found, unjudged, self.longest
             best_s, since = math.inf, 0
-            for number in range(MORE_DEALS if ends else 0):
+            for number in range(MORE_DEALS):
                 ranked = sorted(ends.values(), key=lambda entry: entry[0])
                 best_s, since = ranked[0][0], 0 if ranked[0][0] < best_s else since + 1
                 if late() or since > PATIENCE:
                     break
                 begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(ranked) - 1)][1]
-                confirmed = seed[-1] % 2 == 1 and self._quick(begin)
+                confirmed = odd and self._quick(begin)
                 if number or not confirmed:
                     begin = self.deals.kicked(begin, self.deal_s, rng)
                 if confirmed:
                     self.deals.descended(begin, self.deal_s, rng, late, judged_s)
                 else:
-                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late, splits=splits))
-        return found, unjudged
+                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late, splits=not odd))
+        return found, unjudged, self.longest
 
     def _expected_s(self, draft: Draft) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
