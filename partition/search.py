@@ -10,6 +10,7 @@ parts of the cluster too, one after the other, and which GPUs to use at all is a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from partition.objective import Ledger, Missed, Objective, Outlay, dominates, pools
-from partition.parallel import side_by_side
+from partition.parallel import News, side_by_side
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -36,6 +37,10 @@ MOST_SHAPES = 8
 
 MOST_VERDICTS = 50_000
 """So many verdicts are remembered, for plans that are considered again."""
+
+
+class _Late(Exception):
+    """Some verdicts are there, and the others would take too long."""
 
 
 class BudgetSpent(Exception):
@@ -112,14 +117,41 @@ class Search:
             return self._verdicts[plan]
         return self._note(plan, self.judge(plan))
 
-    def consider_all(self, plans: Sequence[Plan]) -> list[Verdict]:
-        """As `consider`, of several plans; a judge that only forecasts works on them in as many processes as there are cores."""
-        if isinstance(self.judge, Forecast):
+    def consider_all(self, plans: Sequence[Plan], until_s: float = math.inf) -> list[Verdict | None]:
+        """As `consider`, of several plans; a judge that only forecasts works on them in as many processes as there are cores.
+
+        Where it does, there is None for plans without a verdict by a moment of the search, unless all are: it has one at least.
+        """
+        if not isinstance(self.judge, Forecast):
+            return [self.consider(plan) for plan in plans]
+        self.check_budget()
+        self._judge_beside([plan for plan in dict.fromkeys(plans) if plan not in self._verdicts], until_s)
+        return [self._verdicts.get(plan) for plan in plans]
+
+    def _judge_beside(self, plans: Sequence[Plan], until_s: float) -> None:
+        """Takes the verdicts on plans down, in their order; where time ends, those that are there."""
+        told: dict[int, Verdict] = {}
+        news = News[tuple[int, Verdict]](lambda one: told.update([one]))
+
+        def judge(number: int) -> Verdict:
+            verdict = self.judge(plans[number])
+            news.tell((number, verdict))
+            return verdict
+
+        def check() -> None:
+            news.hear()
             self.check_budget()
-            new = [plan for plan in dict.fromkeys(plans) if plan not in self._verdicts]
-            for plan, verdict in zip(new, side_by_side(self.judge, new, self.check_budget), strict=True):
+            if told and self.elapsed_s > until_s:
+                raise _Late
+
+        try:
+            for plan, verdict in zip(plans, side_by_side(judge, range(len(plans)), check), strict=True):
                 self._note(plan, verdict)
-        return [self.consider(plan) for plan in plans]
+        except _Late:
+            pass
+        finally:
+            for number, verdict in sorted(told.items()):
+                self.take(plans[number], verdict)
 
     def take(self, plan: Plan, verdict: Verdict) -> None:
         """Takes a verdict down that a process beside this one has of the judge."""

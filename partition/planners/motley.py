@@ -76,11 +76,12 @@ MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
 PARTITIONED, BEGUN, SETTLED, DESCENDED, DEALT = 0.08, 0.15, 0.22, 0.38, 0.55
-STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.57, 0.59, 0.78, 0.84, 0.92
+STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.57, 0.58, 0.74, 0.79, 0.92
 """The shares of the budget after which the graph partition, starts of deals, their first steps, descents from them, descents from
 changes, other starts, other settings, annealing, tuning and the judging of finalists end; the rest is for changes of the best."""
 
-FIRST_DEALS, MORE_DEALS, PATIENCE, DEALERS = 6, 40, 8, 2
+FIRST_RANKS = (0, 1, 0, 1, 2, 3)
+MORE_DEALS, PATIENCE, DEALERS = 40, 8, 2
 """Descents begin from so many deals of different numbers of pipelines, and in each of so many processes from so many changes of
 the best; it gives up where so many one after the other find nothing better."""
 
@@ -176,6 +177,8 @@ class _Hunt:
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
         """By the number of pipelines, the best deal by the judge, and its seconds."""
+        self._slow: set[Plan] = set()
+        """Plans whose verdicts took too long."""
         self._plans: dict[Settings, Plan] = {}
         """One that was met of each settings."""
         self.longest = 1, 0.0
@@ -277,7 +280,7 @@ class _Hunt:
         tasks = [(start, [self.search.seed, n], until_s) for n, start in enumerate(self.firsts)]
         settled = sorted(side_by_side(self.settle, tasks, self.search.check_budget), key=lambda entry: entry[0])
         least_s = settled[0][0]
-        firsts = [deal for _, deal in settled[:FIRST_DEALS]]
+        firsts = [settled[rank][1] for rank in FIRST_RANKS if rank < len(settled)]
         self._descend_all([_Descent(deal, {}, least_s, [self.search.seed, n]) for n, deal in enumerate(firsts)], DESCENDED)
         if self.ends:
             self._descend_all([_Descent(None, self.ends, least_s, [self.search.seed, n]) for n in range(DEALERS)], DEALT)
@@ -370,7 +373,7 @@ class _Hunt:
                 if late() or since > PATIENCE:
                     break
                 begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(ranked) - 1)][1]
-                confirmed = odd and self._quick(begin)
+                confirmed = (odd or number % 2 == 1) and self._quick(begin)
                 if number or not confirmed:
                     begin = self.deals.kicked(begin, self.deal_s, rng)
                 if confirmed:
@@ -391,7 +394,7 @@ class _Hunt:
 
     def _soon(self, draft: Draft) -> bool:
         """Whether the judge may say of a draft what it takes, and there is time to have several of them judged."""
-        return self._expected_s(draft) <= self._left_s(1.0) / TOGETHER
+        return self._expected_s(draft) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
 
     @contextmanager
     def _clocked(self, draft: Draft) -> Iterator[None]:
@@ -1003,7 +1006,7 @@ class _Hunt:
                     break
 
     def judged(self, drafts: Sequence[tuple[Draft, Settings]]) -> list[float]:
-        """Seconds of iterations by the search's judge; infinite where a draft cannot run."""
+        """Seconds of iterations by the search's judge; infinite where a draft cannot run, or keeps all others waiting."""
         plans: list[Plan | None] = []
         for draft, settings in drafts:
             plan = make_plan(self.search.cluster, self.job, draft, settings)
@@ -1011,8 +1014,12 @@ class _Hunt:
             if reason is not None:
                 self.search.reject(plan, reason)
             plans.append(None if reason is not None else plan)
-        verdicts = iter(self.search.consider_all([plan for plan in plans if plan is not None]))
-        return [math.inf if one is None else getattr(next(verdicts), "iteration_s", math.inf) for one in plans]
+        feasible = [plan for plan in plans if plan is not None and plan not in self._slow]
+        verdicts = dict(
+            zip(feasible, self.search.consider_all(feasible, self.search.elapsed_s + self._left_s(1.0) / 2), strict=True)
+        )
+        self._slow.update(plan for plan, verdict in verdicts.items() if verdict is None)
+        return [math.inf if one is None else getattr(verdicts.get(one), "iteration_s", math.inf) for one in plans]
 
     def _variants(self, draft: Draft) -> Iterator[Draft]:
         """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized."""
