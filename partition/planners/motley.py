@@ -4,9 +4,10 @@ A layout says which groups of GPUs are the stages of which pipeline, in which or
 the layers under memory limits, what each stage recomputes (`partition.assembly`), and the split of the batch over pipelines
 by their speed. So the search is over layouts alone:
 
-    1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents from a start for each number
-       of pipelines, and then from changes of the best, take single changes of the rows' order and degrees, of micro-batch and
-       schedule (1F1B, eager 1F1B, zero bubble) while they help. Where they end is judged.
+    1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
+       rows' order and degrees, of micro-batch and schedule (1F1B, eager 1F1B, zero bubble) while they help: first in few steps
+       from a start for each number of pipelines, then all the way from the best of these, then from changes of the best.
+       Where they end is judged.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -24,9 +25,9 @@ Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeR
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product, zip_longest
 from typing import TypeAlias, TypeVar
@@ -75,18 +76,21 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, BEGUN, SETTLED, DESCENDED, DEALT = 0.08, 0.15, 0.22, 0.38, 0.55
-STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.57, 0.58, 0.74, 0.79, 0.92
-"""The shares of the budget after which the graph partition, starts of deals, their first steps, descents from them, descents from
-changes, other starts, other settings, annealing, tuning and the judging of finalists end; the rest is for changes of the best."""
+PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.2, 0.48, 0.5, 0.53, 0.75, 0.8, 0.92
+"""The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
+tuning and the judging of finalists end; the rest is for changes of the best."""
+
+SETTLED, DESCENDED = 0.2, 0.5
+"""The shares of the time for deals after which first steps and descents from them end; the rest is for changes of the best."""
 
 FIRST_RANKS = (0, 1, 0, 1, 2, 3)
 MORE_DEALS, PATIENCE, DEALERS = 40, 8, 2
-"""Descents begin from so many deals of different numbers of pipelines, and in each of so many processes from so many changes of
-the best; it gives up where so many one after the other find nothing better."""
+"""Descents begin from the deals of these ranks among those of different numbers of pipelines, from the best ones twice, and in
+each of so many processes from so many changes of the best; it gives up where so many in a row find nothing better."""
 
 KICKED_RANKS = (0, 0, 1, 2)
-"""The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn."""
+"""The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn, as far as they are near the
+best."""
 
 QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
@@ -140,16 +144,30 @@ def motley(search: Search) -> None:
 
 @dataclass(frozen=True)
 class _Descent:
-    """What descents begin with: a deal, or None for changes of the best of the ends of earlier ones, each by its pipelines."""
+    """What descents begin with: a deal, or None for changes of the best that were judged."""
 
     start: Deal | None
-    ends: Mapping[int, tuple[float, Deal]]
-    least_s: float
-    """The best score so far: an end much worse is not judged."""
     seed: list[int]
+    least_s: float = math.inf
+    """The best score so far: an end much worse is not judged."""
+    cuts: bool = True
+    """Whether rows are cut; if not, an end is judged only where that is quick."""
     until_s: float = 0.0
     """Of the search; no verdict is to come after the next."""
     verdicts_s: float = 0.0
+
+
+@dataclass
+class _Descended:
+    """What descents found."""
+
+    judged: list[tuple[Plan, Verdict, Deal]] = field(default_factory=list)
+    unjudged: list[Deal] = field(default_factory=list)
+    """Ends whose verdicts would have come too late."""
+    longest: tuple[int, float] = (1, 0.0)
+    """The most work that was judged, and the seconds that it took."""
+    end: tuple[float, Deal] | None = None
+    """Of the descent from a start, with its seconds by the judge, if it is judged and they are fewer, or by its score."""
 
 
 class _Hunt:
@@ -256,14 +274,19 @@ class _Hunt:
         Where there is not time for all numbers, it finds as many as there are processes that descend from them.
         """
         firsts: list[tuple[float, Deal]] = []
-        for number in self._twins(len(self.graph.devices)):
-            if len(firsts) >= DEALERS and self.late(BEGUN):
+        gpus = len(self.graph.devices)
+        until_s = self.search.elapsed_s + max(self._left_s(BEGUN), (BEGUN - PARTITIONED) * self.search.budget_s)
+        # Nearly square layouts are the best guess.
+        for number in sorted(self._twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
+            if len(firsts) >= DEALERS and self.search.elapsed_s > until_s:
                 break
             for schedule in reversed(SCHEDULES):
-                starts = self.deals.starts(number, schedule)
-                scored = [(self.deal_s(start), start) for start in starts]
-                best = min(scored, key=lambda entry: entry[0], default=None)
-                if best is not None and best[0] < math.inf:
+                best: tuple[float, Deal] | None = None
+                for start in self.deals.starts(number, schedule):
+                    least_s = math.inf if best is None else best[0]
+                    if (seconds := self.deal_s(start, least_s)) < least_s:
+                        best = seconds, start
+                if best is not None:
                     firsts.append(best)
                     break
         self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
@@ -276,36 +299,31 @@ class _Hunt:
         """
         if not self.firsts:
             return
-        until_s = self.search.elapsed_s + self._left_s(SETTLED)
-        tasks = [(start, [self.search.seed, n], until_s) for n, start in enumerate(self.firsts)]
-        settled = sorted(side_by_side(self.settle, tasks, self.search.check_budget), key=lambda entry: entry[0])
-        least_s = settled[0][0]
+        seed, now_s, left_s = self.search.seed, self.search.elapsed_s, self._left_s(DEALT)
+        least_s = self.deal_s(self.firsts[0])
+        settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
+        settled = self._descend_all(settling, now_s + SETTLED * left_s)
+        settled.sort(key=lambda entry: entry[0])
+        least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
         firsts = [settled[rank][1] for rank in FIRST_RANKS if rank < len(settled)]
-        self._descend_all([_Descent(deal, {}, least_s, [self.search.seed, n]) for n, deal in enumerate(firsts)], DESCENDED)
+        self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
         if self.ends:
-            self._descend_all([_Descent(None, self.ends, least_s, [self.search.seed, n]) for n in range(DEALERS)], DEALT)
+            self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
-    def settle(self, task: tuple[Deal, list[int], float]) -> tuple[float, Deal]:
-        """The deal to which changes that cut no row lead from one, with its score, until a moment of the search."""
-        deal, seed, until_s = task
-        with suppress(BudgetSpent):
-            rng = np.random.default_rng(seed)
-            return self.deals.descended(deal, self.deal_s, rng, lambda: self.search.elapsed_s > until_s, cuts=False)
-        return self.dealt.get(deal, math.inf), deal
-
-    def _descend_all(self, descents: Sequence[_Descent], share: float) -> None:
-        """Descends until a share of the budget is spent, side by side where it may; takes what is found."""
+    def _descend_all(self, descents: Sequence[_Descent], until_s: float) -> list[tuple[float, Deal]]:
+        """Descends until a moment of the search, side by side where it may; takes what is found, and returns the ends."""
         # Only what forecasts may be asked by several processes at once.
         workers = cores() if isinstance(self.search.judge, Forecast) else 1
         turns = -(-len(descents) // workers)
         now_s = self.search.elapsed_s
         # A verdict is worth more than annealing, whose time it may take.
-        left_s = self._left_s(share), self._left_s(WALKED)
+        left_s = until_s - now_s, self._left_s(WALKED)
         tasks = []
         for n, one in enumerate(descents):
             # From changes of the best it would go on for ever; a descent from a start ends, and lets the next one begin.
             part = 1.0 if one.start is not None else (n // workers + 1) / turns
             tasks.append(replace(one, until_s=now_s + part * left_s[0], verdicts_s=now_s + part * left_s[1]))
+        ends = []
         with self.search.ahead() as ahead:
             news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
 
@@ -314,73 +332,86 @@ class _Hunt:
                 self.search.check_budget()
 
             descend = partial(self.descend, tell=news.tell)
-            for judged, unjudged, longest in map(descend, tasks) if workers == 1 else side_by_side(descend, tasks, check):
-                self.longest = max(self.longest, longest)
-                for plan, verdict, deal in judged:
+            for found in map(descend, tasks) if workers == 1 else side_by_side(descend, tasks, check):
+                self.longest = max(self.longest, found.longest)
+                for plan, verdict, deal in found.judged:
                     self.search.take(plan, verdict)
                     _note_end(self.ends, verdict, deal)
-                for layout in map(self.deals.layout, unjudged):
+                for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
+                if found.end is not None:
+                    ends.append(found.end)
+        return ends
 
-    def descend(
-        self, task: _Descent, tell: Callable[[tuple[Plan, Verdict]], None]
-    ) -> tuple[list[tuple[Plan, Verdict, Deal]], list[Deal], tuple[int, float]]:
-        """What descents among deals meet that is judged: from a deal, or from changes of the best of those that were judged.
+    def descend(self, task: _Descent, tell: Callable[[tuple[Plan, Verdict]], None]) -> _Descended:
+        """What descents among deals meet: from a deal, or from changes of the best of those that were judged.
 
-        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come too late: the second
-        list has the ends that are left unjudged so. The third is the most work that was judged, and the seconds that it took.
-        Estimates err where transfers meet, and a descent finds where they do. So where it is quick every second process has
-        the judge confirm each change of a change of the best; the first time of the best as it is. The others try zero-bubble
-        schedules, which lead elsewhere.
+        It tells each verdict as soon as it is known. None is asked for that would, by those so far, come too late.
+        Estimates err where transfers meet, and a descent finds where they do. So where it is quick the judge confirms each change
+        of a change of the best, in every second process of all of them, the first time of the best as it is, and in the others
+        of every second one. These try zero-bubble schedules, too, which lead elsewhere.
         """
-        rng, odd = np.random.default_rng([*task.seed, task.start is None]), task.seed[-1] % 2 == 1
-        found: list[tuple[Plan, Verdict, Deal]] = []
-        unjudged: list[Deal] = []
-        ends, least_s = dict(task.ends), task.least_s
+        rng, odd = np.random.default_rng([*task.seed, task.start is None, task.cuts]), task.seed[-1] % 2 == 1
+        found = _Descended()
+        ends, least_s = dict(self.ends), task.least_s
 
         def late() -> bool:
             return self.search.elapsed_s > task.until_s
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or late() or self.search.elapsed_s + self._expected_s(drafted[0]) > task.verdicts_s:
+            if drafted is None or self.search.elapsed_s + self._expected_s(drafted[0]) > task.verdicts_s:
+                return math.inf
+            if late() and self._work(drafted[0]) > QUICK_WORK:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
             with self._clocked(drafted[0]):
                 verdict = self.search.consider(plan)
             tell((plan, verdict))
-            found.append((plan, verdict, deal))
+            found.judged.append((plan, verdict, deal))
             return _note_end(ends, verdict, deal)
 
-        def judge_end(seconds: float, deal: Deal) -> None:
+        def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
-                return
-            if judged_s(deal) < math.inf:
+                return math.inf
+            judged = judged_s(deal)
+            if judged < math.inf:
                 least_s = min(least_s, seconds)
             else:
-                unjudged.append(deal)
+                found.unjudged.append(deal)
+            return judged
+
+        def confirmed_s(deal: Deal) -> float:
+            # Far from the best the judge would say nothing new.
+            seconds = self.deal_s(deal)
+            return judged_s(deal) if seconds < WORTH * least_s else WORTH * seconds
 
         with suppress(BudgetSpent):  # what it has found counts
             if task.start is not None:
-                judge_end(*self.deals.descended(task.start, self.deal_s, rng, late, splits=True))
-                return found, unjudged, self.longest
+                seconds, end = self.deals.descended(task.start, self.deal_s, rng, late, splits=task.cuts, cuts=task.cuts)
+                found.end = seconds, end
+                if task.cuts or self._quick(end):
+                    found.end = min(judge_end(seconds, end), seconds), end
+                return found
             best_s, since = math.inf, 0
             for number in range(MORE_DEALS):
                 ranked = sorted(ends.values(), key=lambda entry: entry[0])
                 best_s, since = ranked[0][0], 0 if ranked[0][0] < best_s else since + 1
                 if late() or since > PATIENCE:
                     break
-                begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], len(ranked) - 1)][1]
+                near = sum(seconds < WORTH * best_s for seconds, _ in ranked)
+                begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], near - 1)][1]
                 confirmed = (odd or number % 2 == 1) and self._quick(begin)
                 if number or not confirmed:
                     begin = self.deals.kicked(begin, self.deal_s, rng)
                 if confirmed:
-                    self.deals.descended(begin, self.deal_s, rng, late, judged_s)
+                    self.deals.descended(begin, self.deal_s, rng, late, confirmed_s)
                 else:
                     judge_end(*self.deals.descended(begin, self.deal_s, rng, late, splits=not odd))
-        return found, unjudged, self.longest
+        found.longest = self.longest
+        return found
 
     def _expected_s(self, draft: Draft) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
