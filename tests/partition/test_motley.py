@@ -119,6 +119,28 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
     assert hunt.deal_s(end) < hunt.deal_s(start)
 
 
+def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None:
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
+    work = job(SMALL, sequence_length=2048, batch=32)
+    search = Search(world, work, simulation(world, work), 0, 600.0)
+    hunt, other = _Hunt(search, usable_nodes(search)), _Hunt(search, usable_nodes(search))
+    for one in (hunt, other):
+        one.load(60.0)
+    hunt.begin_deals()
+    left_out = 0
+    for first in hunt.firsts:
+        seconds = hunt.deal_s(first)
+        for deal in hunt.deals.near(first):
+            worth_s = other.deal_s(deal, seconds)
+            if deal not in other.dealt:
+                left_out += 1
+                assert worth_s > seconds
+                assert hunt.deal_s(deal) > seconds
+            else:
+                assert worth_s == hunt.deal_s(deal)
+    assert left_out > 5
+
+
 def test_deals_begin_with_1f1b_where_no_other_schedule_fits() -> None:
     # Eight GPUs of 12 GB that share nothing: eager 1F1B holds twice as many activations.
     world = cluster(*(node(f"n{n}", "RTX3080Ti", 1) for n in range(8)))

@@ -175,6 +175,19 @@ def test_an_exchange_between_nodes_costs_what_it_does_between_others_like_them(
         assert known.price_s(turned, asked) == pytest.approx(alone.price_s(turned, asked), rel=1e-3)
 
 
+@settings(max_examples=30)
+@given(data=strategies.data(), parallel=strategies.booleans())
+def test_a_message_takes_what_it_does_between_others_like_them(data: strategies.DataObject, parallel: bool) -> None:
+    cards = Nic("infiniband", 12.5e9, count=2)
+    world = cluster(*(replace(node(f"n{n}", "RTX4090" if n < 2 else "RTX3080Ti", 4), nic=cards) for n in range(4)))
+    pricing, alone, asked = Pricing(world, job()), Pricing(world, job()), Settings(sequence_parallel=parallel)
+    for _ in range(4):
+        order = data.draw(strategies.permutations(names(world)))
+        sender, receiver = tuple(order[: data.draw(strategies.sampled_from([1, 2, 4]))]), tuple(order[4:6])
+        here, there = pricing.message_alike(sender, receiver, asked), alone.message(sender, receiver, asked)
+        assert here.seconds(1e6, 3) == pytest.approx(there.seconds(1e6, 3), rel=1e-12)
+
+
 @given(
     stages=strategies.lists(strategies.tuples(*[strategies.floats(0.01, 1.0)] * 3), min_size=2, max_size=FEW_STAGES + 6),
     schedule=strategies.sampled_from(["1f1b", "eager-1f1b"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 import partition
 from partition import PLANNERS, Search
 from partition.objective import OBJECTIVES, Ledger, Objective, dominates
+from partition.parallel import cores
 from partition.search import MOST_SHAPES, BudgetSpent, shape_of
 from sim.cost.feasibility import infeasible
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
-from sim.spec.judge import Cost, Infeasible, Verdict
+from sim.spec.judge import Cost, Forecast, Infeasible, Verdict
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.transformer import transformer
@@ -65,6 +67,22 @@ def told(verdicts: dict[Plan, Verdict], objective: Objective | None = None, on: 
     for plan in verdicts:
         search.consider(plan)
     return search
+
+
+@pytest.mark.skipif(cores() == 1, reason="nobody judges beside another")
+def test_of_several_plans_those_that_take_too_long_have_no_verdict() -> None:
+    quick, slow = SHAPES[:2], SHAPES[2]
+
+    def verdict(plan: Plan) -> Verdict:
+        if plan == slow:
+            time.sleep(120)
+        return said(1.0, 1.0)
+
+    search = Search(FOUR, JOB, Forecast(verdict))
+    found = search.consider_all([slow, *quick], until_s=1.0)
+    assert found[0] is None and all(isinstance(one, Cost) for one in found[1:])
+    assert search.elapsed_s < 60
+    assert search.judged == 2
 
 
 few = st.integers(1, 4).map(float)

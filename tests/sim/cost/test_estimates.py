@@ -189,6 +189,17 @@ def test_what_is_kept_from_one_plan_to_the_next_changes_nothing() -> None:
             assert verdict.peak_bytes == peak_bytes(plan, cluster)
 
 
+def test_a_plan_with_the_pipelines_of_another_takes_what_that_takes() -> None:
+    cluster, model = mixed_cluster(), transformer("gpt3-1.3b")
+    plans = list(drawn_plans(cluster, model, 40))
+    estimates, changed = Estimates(cluster, plans[0].job()), Estimates(cluster, plans[0].job())
+    for plan in plans:
+        like = next(other for other in plans if other.schedule == plan.schedule)
+        assert changed.changed_s(like, plan.pipelines) == estimates.iteration_s(plan)
+    kept = replace(plans[0], zero_stage=0)  # whose sums may go along trees, which are followed elsewhere
+    assert changed.changed_s(kept, plans[1].pipelines) == estimates.iteration_s(replace(kept, pipelines=plans[1].pipelines))
+
+
 def test_what_is_forgotten_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, model = mixed_cluster(), transformer("gpt3-1.3b")
     plans = list(drawn_plans(cluster, model, 20))
