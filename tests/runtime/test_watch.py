@@ -367,8 +367,13 @@ def test_guarded_work_that_fails_ends_the_process_whatever_else_it_does(process:
 
 def test_a_mistake_that_all_find_is_printed_by_the_first_worker_alone(process: Process) -> None:
     text = """
-        def work():
+        import threading
+        def ready():
+            while not watch._quiet:  # it waits for the first one, which is not as soon as it has raised
+                time.sleep(0.01)
             print("ready", flush=True)
+        def work():
+            threading.Thread(target=ready, daemon=True).start()
             raise module.InputError("no such file")
         watch.rank = int(os.environ["RANK"])
         watch.start()
