@@ -115,7 +115,7 @@ def _placed(pipeline: Pipeline, s: int, devices: tuple[str, ...]) -> Pipeline:
 # --- Speed -----------------------------------------------------------------------------------------------------------
 
 
-def speed_line(cluster: Cluster, job: Job, before: int, counted: int) -> str:
+def speed_line(cluster: Cluster, job: Job, before: int, counted: int, worth_s: float = 0.0) -> str:
     """Plans a second: from the first on, and of `counted` plans that come after `before` others.
 
     Seconds are those of the process, so that others on the machine do not count.
@@ -124,9 +124,9 @@ def speed_line(cluster: Cluster, job: Job, before: int, counted: int) -> str:
     plans = [next(draw) for _ in range(before + counted)]
     Estimates(cluster, job).many(plans[:1])  # loads the compiled arithmetic
     estimates = Estimates(cluster, job)
-    cold_s = _process_s(lambda: estimates.many(plans[:before]))
+    cold_s = _process_s(lambda: estimates.many(plans[:before], worth_s))
     seconds: list[float] = []
-    warm_s = _process_s(lambda: seconds.extend(estimates.many(plans[before:])))
+    warm_s = _process_s(lambda: seconds.extend(estimates.many(plans[before:], worth_s)))
     fitting = [plan for plan, iteration_s in zip(plans[before:], seconds, strict=True) if math.isfinite(iteration_s)]
     judging_s = _process_s(lambda: [estimates.judge(plan) for plan in fitting])
     lanes = sum(len(pipeline.stages) for plan in plans[before:] for pipeline in plan.pipelines) / counted
@@ -150,10 +150,12 @@ def speed() -> Iterator[str]:
     yield ""
     yield "  GPUs model          first      plans/s     then       plans/s    verdicts/s  fit %   lanes"
     mixed, equal = read_cluster(CLUSTERS / "hexiscale-mixed-b.yaml"), read_cluster(CLUSTERS / "a100-1024.yaml")
-    yield speed_line(mixed, Job(transformer("llama-2-7b"), 4096, 256), 2000, 1000)
-    yield speed_line(mixed, Job(transformer("llama-2-13b"), 4096, 256), 2000, 1000)
-    yield speed_line(_mixed_256(equal), Job(transformer("llama-2-13b"), 4096, 512), 2000, 300)
-    yield speed_line(_first_nodes(equal, 32), Job(transformer("llama-2-13b"), 4096, 512), 2000, 300)
+    small, large = (Job(transformer("llama-2-13b"), 4096, batch) for batch in (256, 512))
+    for how, worth_s in (("at once", 0.0), ("closely", math.inf)):
+        yield speed_line(mixed, Job(transformer("llama-2-7b"), 4096, 256), 2000, 1000, worth_s) + f"  {how}"
+        yield speed_line(mixed, small, 2000, 1000, worth_s) + f"  {how}"
+        yield speed_line(_mixed_256(equal), large, 2000, 300, worth_s) + f"  {how}"
+        yield speed_line(_first_nodes(equal, 32), large, 2000, 300, worth_s) + f"  {how}"
 
 
 def _first_nodes(cluster: Cluster, count: int) -> Cluster:
@@ -182,7 +184,7 @@ def error_lines(name: str, cluster: Cluster, job: Job, count: int) -> Iterator[s
     plans = [next(fitting) for _ in range(count)]
     truth = np.array([simulate(plan, cluster, network=network).iteration_s for plan in plans])
     slow = np.array([Estimate(plan, cluster, network).iteration_s() for plan in plans])
-    for what, found in (("estimates", estimates.many(plans)), ("estimate", slow)):
+    for what, found in (("estimates", estimates.many(plans)), ("closely", estimates.many(plans, math.inf)), ("estimate", slow)):
         error = found / truth - 1
         size = np.abs(error)
         yield (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.cost.collectives import by_nccl
+from sim.cost.collectives import by_nccl, collective
 from sim.cost.compute import ComputeCost
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
@@ -60,6 +60,9 @@ from sim.spec.schedules import SCHEDULES, in_flight
 
 MOST_STEPS = 2_000_000
 """Forwards of one plan that are followed one by one; of longer schedules `Estimate` follows a part."""
+
+RING_BYTES = 2.0**20
+"""Of a collective that shows which links its group uses."""
 
 ASKED_AT_ONCE = 4096
 """Paths that the compiled arithmetic can miss before it is told."""
@@ -108,7 +111,7 @@ class Estimates:
         self.network = Network(cluster)
         self._paths = _Paths(self.network, recurrence)
         self._transfers = _Transfers(recurrence)
-        self._groups = _Groups(cluster, job, self.network, self._paths.numbers)
+        self._groups = _Groups(cluster, job, self.network, self._paths)
         self._settings: dict[object, _Settings] = {}
         self._known_models: list[object] = []
         self._idle_watts = sum(device.gpu.idle_watts for device in cluster.devices)
@@ -129,27 +132,31 @@ class Estimates:
             return reason if reason is not None else Estimate(plan, self.cluster, self.network).cost()
         return self._cost(found)
 
-    def iteration_s(self, plan: Plan) -> float:
-        """Seconds of one iteration; infinite where the plan cannot run. Raises InputError as `judge` does."""
-        found = self._found(plan)
+    def iteration_s(self, plan: Plan, worth_s: float = 0.0) -> float:
+        """Seconds of one iteration; infinite where the plan cannot run. Raises InputError as `judge` does.
+
+        With `worth_s` messages that meet are followed one by one, except where they are many and it is finite; where an iteration
+        takes longer than that, the seconds are any that are longer, too.
+        """
+        found = self._found(plan, worth_s=worth_s)
         if found is not None:
             return found.iteration_s
         if infeasible(plan, self.cluster) is not None:
             return math.inf
         return Estimate(plan, self.cluster, self.network).iteration_s()
 
-    def changed_s(self, plan: Plan, pipelines: Sequence[Pipeline]) -> float:
+    def changed_s(self, plan: Plan, pipelines: Sequence[Pipeline], worth_s: float = 0.0) -> float:
         """`iteration_s` of a plan with these pipelines instead of its own; that it would be sound is taken for granted."""
-        found = self._found(plan, pipelines)
+        found = self._found(plan, pipelines, worth_s)
         return found.iteration_s if found is not None else self.iteration_s(replace(plan, pipelines=tuple(pipelines)))
 
-    def many(self, plans: Iterable[Plan]) -> NDArray[np.float64]:
+    def many(self, plans: Iterable[Plan], worth_s: float = 0.0) -> NDArray[np.float64]:
         """`iteration_s` of each of some plans."""
-        return np.array([self.iteration_s(plan) for plan in plans])
+        return np.array([self.iteration_s(plan, worth_s) for plan in plans])
 
     # --- From a plan to numbers ---
 
-    def _found(self, plan: Plan, pipelines: Sequence[Pipeline] | None = None) -> _Found | None:
+    def _found(self, plan: Plan, pipelines: Sequence[Pipeline] | None = None, worth_s: float = 0.0) -> _Found | None:
         """What the compiled arithmetic finds, with other pipelines than the plan's if they are given; None for a plan that it
         does not follow."""
         self._check(plan)
@@ -190,6 +197,7 @@ class Estimates:
                 numbers.shards,
                 numbers.embeddings,
                 numbers.heads,
+                worth_s,
                 busy_s,
                 num_bytes,
             )
@@ -371,7 +379,12 @@ class _Paths:
         for a, b in missed:
             if self._paths[a, b] < 0:
                 self._fill_between(a, b)
+        self.take_links()
+
+    def take_links(self) -> None:
+        """Takes the links that the network has found since."""
         self._capacity.extend(self._network.capacities()[len(self._capacity) :])
+        self._world = None
 
     def _fill_between(self, a: int, b: int) -> None:
         """Enters the path between two devices, and where they are of two nodes, all paths between these.
@@ -454,8 +467,8 @@ class _Transfers:
 class _Groups:
     """The tensor-parallel groups that plans have had, by number."""
 
-    def __init__(self, cluster: Cluster, job: Job, network: Network, numbers: dict[str, int]) -> None:
-        self._cluster, self._precision, self._network, self._numbers = cluster, job.precision, network, numbers
+    def __init__(self, cluster: Cluster, job: Job, network: Network, paths: _Paths) -> None:
+        self._cluster, self._precision, self._network, self._paths = cluster, job.precision, network, paths
         self.known: dict[tuple[str, ...], int] = {}
         self.names: list[tuple[str, ...]] = []
         self.alike: list[int] = []
@@ -466,10 +479,11 @@ class _Groups:
         self._random = np.random.default_rng(0)
         self.first, self.devices, self.keys = _Column(np.int64, [0]), _Column(np.int64), _Column(np.int64, width=2)
         self.capacity_bytes, self.busy_watts, self.peak_flop_per_s = (_Column(np.float64) for _ in range(3))
+        self.ring_first, self.ring_link, self.ring_share = _Column(np.int64, [0]), _Column(np.int64), _Column(np.float64)
 
     def add(self, names: tuple[str, ...]) -> int:
         """The number of a new group. Raises _Impossible where the cluster lacks a device, or that the precision."""
-        if any(name not in self._numbers for name in names):
+        if any(name not in self._paths.numbers for name in names):
             raise _Impossible
         devices = [self._cluster.device(name) for name in names]
         peaks = [device.gpu.peak(self._precision) for device in devices]
@@ -478,9 +492,16 @@ class _Groups:
         self.peak_flop_per_s.extend([sum(peak or 0.0 for peak in peaks)])
         self.busy_watts.extend([sum(device.gpu.busy_watts - device.gpu.idle_watts for device in devices)])
         self.capacity_bytes.extend([min(device.gpu.memory_bytes for device in devices)])
-        self.devices.extend([self._numbers[name] for name in names])
+        self.devices.extend([self._paths.numbers[name] for name in names])
         self.first.extend([len(self.devices)])
         self.keys.extend(self._random.integers(-(2**63), 2**63, 2))
+        ring = collective(self._network, "all_gather", names, RING_BYTES)
+        self._paths.take_links()
+        capacities = self._network.capacities()
+        seconds = {link: num_bytes / capacities[link] for link, num_bytes in ring.loads}
+        self.ring_link.extend(list(seconds))
+        self.ring_share.extend([part / max(seconds.values()) for part in seconds.values()])
+        self.ring_first.extend([len(self.ring_link)])
         alike = self._alikes.setdefault(self._looks(devices), len(self._alikes))
         if alike == len(self.alike_names):
             self.alike_names.append(names)
@@ -584,7 +605,7 @@ class _Settings:
         self._step_first, self._steps = _Column(np.int64, [0]), _Column(np.float64, width=2)
         self._tables: Any = None
         self._tables_groups = 0
-        self._works: dict[object, float] = {}
+        self._works: dict[object, tuple[float, float]] = {}
         self._alones: dict[_Look, tuple[ComputeCost, Lane]] = {}
         self._parts: dict[object, int] = {}
         self._steps_of: dict[int, int] = {}
@@ -608,6 +629,9 @@ class _Settings:
                 groups.devices.values,
                 groups.capacity_bytes.values,
                 groups.keys.rows,
+                groups.ring_first.values,
+                groups.ring_link.values,
+                groups.ring_share.values,
             )
         return self._tables
 
@@ -797,6 +821,8 @@ class _Settings:
                 look.selective,
                 look.full,
                 self._steps_list(look),
+                self._whole_s(look, Forward, waits=True),
+                self._whole_s(look, BackwardInput if self._halves else Backward, waits=True),
             ]
         else:
             row[self._compiled.FIXED] = math.inf
@@ -813,30 +839,30 @@ class _Settings:
 
     # --- Seconds ---
 
-    def _whole_s(self, look: _Look, kind: type[Pass]) -> float:
-        """Seconds of a forward or backward, or of a half of one, of all layers of a stage.
+    def _whole_s(self, look: _Look, kind: type[Pass], waits: bool = False) -> float:
+        """Seconds of a forward or backward, or of a half of one, of all layers of a stage, or of the collectives it `waits` for.
 
         Of one mode they are a convex function of the layers and of those recomputed in full: maxima of sums that grow in
         proportion. Where it is on a plane at its corners and somewhere inside, it is that plane and is not asked again.
         """
         if not self._convex or self._model.layers < 4 or look.layers == 0 or look.ends == 3:
-            return self._work_s(look, kind, (0, look.layers))
+            return self._work_s(look, kind, (0, look.layers), waits)
         selective = kind in RECOMPUTING and look.selective > 0
-        key = look.alike, look.share, look.ends, kind, selective
+        key = look.alike, look.share, look.ends, kind, selective, waits
         if key not in self._planes:
-            self._planes[key] = self._plane(look, kind, selective)
+            self._planes[key] = self._plane(look, kind, selective, waits)
         plane = self._planes[key]
         if plane is None:
-            return self._work_s(look, kind, (0, look.layers))
+            return self._work_s(look, kind, (0, look.layers), waits)
         full = look.full if kind in RECOMPUTING else 0
         return plane[0] + look.layers * plane[1] + full * plane[2]
 
-    def _plane(self, look: _Look, kind: type[Pass], selective: bool) -> tuple[float, float, float] | None:
+    def _plane(self, look: _Look, kind: type[Pass], selective: bool, waits: bool) -> tuple[float, float, float] | None:
         """Seconds without layers, for each layer, and for each recomputed in full; None where they do not grow so."""
 
         def seconds(layers: int, full: int) -> float:
             probe = look._replace(layers=layers, selective=layers if selective else 0, full=full)
-            return self._work_s(probe, kind, (0, layers))
+            return self._work_s(probe, kind, (0, layers), waits)
 
         n = self._model.layers
         least, most = seconds(1, 0), seconds(n, 0)
@@ -851,8 +877,9 @@ class _Settings:
                 return None
         return least - each, each, again
 
-    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange) -> float:
-        """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives.
+    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, waits: bool = False) -> float:
+        """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives, or of those that
+        it `waits` for.
 
         They are alone on their links. What `ComputeCost.shape` says decides them is the key under which they are kept.
         """
@@ -867,8 +894,8 @@ class _Settings:
                 lane = replace(lane, split="last")
             start = lane.layers[0][0]
             taken = work(self._network, cost, lane, kind(0, (start + a, start + b)))
-            seconds = self._works[key] = taken.alone_s(self._network)
-        return seconds
+            seconds = self._works[key] = taken.alone_s(self._network), self._network.alone_s(taken.after)
+        return seconds[waits]
 
     def _alone(self, look: _Look) -> tuple[ComputeCost, Lane]:
         """A plan with a stage that looks like this, and its lane."""

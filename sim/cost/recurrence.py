@@ -89,15 +89,21 @@ class Tables(NamedTuple):
     """Of each group, on the device that has the least."""
     group_key: Ints
     """[group]: two random numbers."""
+    ring_first: Ints
+    """Of each group: its first entry in `ring_link` and `ring_share`, of what collectives use; the next group's is its end."""
+    ring_link: Ints
+    ring_share: Floats
+    """Of the link's capacity, where nothing else is on the links."""
 
 
-LOOK_COLUMNS = 15
+LOOK_COLUMNS = 17
 FORWARD_S, BACKWARD_S, WEIGHT_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(8)
-PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS = range(8, LOOK_COLUMNS)
+PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS, FORWARD_RING_S, BACKWARD_RING_S = range(8, LOOK_COLUMNS)
 """Columns of a look: seconds of its passes (of a backward in halves: of its input half, and of its weight half); bytes that it
 allocates whatever is in flight, of activations and of logits for each micro-batch in flight, of the gradient of logits, and of
 context and communicators but the gradients'; parameters of a layer, of the embedding, of the head and of a tied copy there;
-layers that recompute selectively, and in full; its list of steps."""
+layers that recompute selectively, and in full; its list of steps; seconds of collectives that its forward and its backward wait
+for."""
 
 
 class Sizes(NamedTuple):
@@ -145,6 +151,9 @@ LEAST_SHARE = 0.03
 ATTEMPTS, FEWER_ATTEMPTS, MANY_EDGES, SETTLED = 5, 3, 32, 1e-3
 """How often pipelines are followed at most where messages meet, and where there are more pairs of neighbours than so many; they
 are followed no more where no message takes longer or shorter than before by this fraction."""
+
+FOLLOWED = 3500
+"""Of more edges and micro-batches than so many messages are not followed one by one, unless it may take any time."""
 
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
@@ -519,6 +528,8 @@ def _course(
     input_s: Floats,
     eagerness: int,
     halves: bool,
+    forwards_s: Floats,
+    backwards_s: Floats,
     lanes: Ints,
     begin: int,
     end: int,
@@ -554,7 +565,7 @@ def _course(
             if behind == micro_batches:
                 continue
             looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            forward_s, backward_s = look[looks, FORWARD_S], look[looks, BACKWARD_S]
+            forward_s, backward_s = forwards_s[lane], backwards_s[lane]
             warm_up = eagerness * (depth - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
             weight_s, put_off = look[looks, WEIGHT_S], eagerness * lanes[lane, PLACE] if halves else 0
             time = now[here]
@@ -617,6 +628,417 @@ def _course(
         turns += 1
     for lane in range(begin, end):
         back_end[lane] = now[lane - begin]
+
+
+@compiled
+def _passes(
+    tables: Tables, pipelines: Ints, lanes: Ints, links: int, closely: bool, forwards_s: Floats, backwards_s: Floats
+) -> None:
+    """Fills in what forwards and backwards of lanes take, or the input halves of these, with their collectives.
+
+    If `closely`, collectives share the rates of their links with those of lanes of the same layers in other pipelines, which are
+    in step with them.
+    """
+    look = tables.look
+    for lane in range(len(lanes)):
+        forwards_s[lane], backwards_s[lane] = look[lanes[lane, LOOK], FORWARD_S], look[lanes[lane, LOOK], BACKWARD_S]
+    if not closely or len(pipelines) == 1:
+        return
+    users, who, share = _by_link(links, lanes[:, GROUP], tables.ring_first, tables.ring_link, tables.ring_share)
+    slowed = np.ones(len(lanes))
+    for k in range(links):
+        for i in range(users[k], users[k + 1]):
+            lane, full = who[i], 0.0
+            for j in range(users[k], users[k + 1]):
+                other = who[j]
+                if lanes[other, START] == lanes[lane, START] and lanes[other, STOP] == lanes[lane, STOP]:
+                    full += share[j]
+            slowed[lane] = max(slowed[lane], full)
+    for lane in range(len(lanes)):
+        at = lanes[lane, LOOK]
+        forwards_s[lane] += (slowed[lane] - 1) * look[at, FORWARD_RING_S]
+        backwards_s[lane] += (slowed[lane] - 1) * look[at, BACKWARD_RING_S]
+
+
+@compiled
+def _like_earlier(
+    pipelines: Ints,
+    lanes: Ints,
+    edge_first: Ints,
+    edge_to: Ints,
+    wire_s: Floats,
+    latency_s: Floats,
+    users: Ints,
+    who: Ints,
+    share: Floats,
+) -> Ints:
+    """Of each pipeline the first one that it is like: of the same work, its messages take as long and find links as full."""
+    # How full the fullest link of a message would be, if all that may pass over it did so at once.
+    full = np.zeros(2 * len(edge_to))
+    for k in range(len(users) - 1):
+        total = 0.0
+        for i in range(users[k], users[k + 1]):
+            total += share[i]
+        for i in range(users[k], users[k + 1]):
+            full[who[i]] = max(full[who[i]], total)
+    like = np.arange(len(pipelines))
+    for p in range(len(pipelines)):
+        begin = pipelines[p - 1, 0] if p else 0
+        count, low = pipelines[p, 0] - begin, edge_first[begin]
+        high = edge_first[pipelines[p, 0]]
+        for other in range(p):
+            if like[other] != other or pipelines[other, 1] != pipelines[p, 1] or pipelines[other, 2] != pipelines[p, 2]:
+                continue
+            first = pipelines[other - 1, 0] if other else 0
+            at = edge_first[first]
+            same = pipelines[other, 0] - first == count and edge_first[pipelines[other, 0]] - at == high - low
+            lane = 0
+            while same and lane < count:
+                for column in range(LANE_COLUMNS):
+                    same = same and (column == GROUP or lanes[begin + lane, column] == lanes[first + lane, column])
+                same = same and edge_first[begin + lane] - low == edge_first[first + lane] - at
+                lane += 1
+            e = 0
+            while same and e < high - low:
+                same = edge_to[low + e] - begin == edge_to[at + e] - first
+                for way in range(2):
+                    same = (
+                        same
+                        and abs(wire_s[way, low + e] - wire_s[way, at + e]) <= 1e-9 * wire_s[way, at + e]
+                        and abs(latency_s[way, low + e] - latency_s[way, at + e]) <= 1e-9 * latency_s[way, at + e]
+                        and abs(full[2 * (low + e) + way] - full[2 * (at + e) + way]) <= 1e-9 * full[2 * (at + e) + way]
+                    )
+                e += 1
+            if same:
+                like[p] = other
+                break
+    return like
+
+
+@compiled
+def _shared(
+    count: int, at: Ints, link: Ints, use: Floats, most: Floats, flying: Ints, rate: Floats, left: Floats, load: Floats
+) -> None:
+    """Fills in the max-min fair rates of `count` messages that are `flying`, in parts of those that they have alone.
+
+    What they use of links stands at `at`: at a level of 1, which no message exceeds that alone has at `most` that level, a part
+    `use` of a `link`. `left` and `load` are room for all links. Levels are raised together until a link is full or a message has
+    what it has alone, as in `sim.cost.sharing`.
+    """
+    for i in range(count):
+        rate[flying[i]] = -1.0
+    fixed = 0
+    for i in range(count):
+        for k in range(at[flying[i]], at[flying[i] + 1]):
+            left[link[k]] = 1.0
+    while fixed < count:
+        for i in range(count):
+            for k in range(at[flying[i]], at[flying[i] + 1]):
+                load[link[k]] = 0.0
+        level = np.inf
+        for i in range(count):
+            number = flying[i]
+            if rate[number] < 0:
+                level = min(level, most[number])
+                for k in range(at[number], at[number + 1]):
+                    load[link[k]] += use[k]
+        for i in range(count):
+            number = flying[i]
+            if rate[number] < 0:
+                for k in range(at[number], at[number + 1]):
+                    level = min(level, left[link[k]] / load[link[k]])
+        level *= 1 + 1e-9
+        for i in range(count):
+            number = flying[i]
+            if rate[number] >= 0:
+                continue
+            here = most[number]
+            for k in range(at[number], at[number + 1]):
+                if left[link[k]] <= level * load[link[k]]:
+                    here = min(here, left[link[k]] / load[link[k]])
+            if here <= level:
+                rate[number] = here / most[number]
+                fixed += 1
+        for i in range(count):
+            number = flying[i]
+            for k in range(at[number], at[number + 1]):
+                left[link[k]] = 1.0
+        for i in range(count):
+            number = flying[i]
+            if rate[number] >= 0:
+                for k in range(at[number], at[number + 1]):
+                    left[link[k]] -= use[k] * rate[number] * most[number]
+
+
+@compiled
+def _stand_ins(
+    pipelines: Ints, like: Ints, edge_first: Ints, users: Ints, who: Ints, share: Floats, most: Floats
+) -> tuple[Ints, Ints, Ints, Floats]:
+    """For which message of the first like pipeline each one counts; where what that uses of links begins in two lists, and these.
+
+    It uses what all that count for it do together, in parts of the link for each level (see `_shared`). Links that only pipelines
+    like earlier ones use do not count.
+    """
+    edges, links = edge_first[len(edge_first) - 1], len(users) - 1
+    stands = np.empty(2 * edges, np.int64)
+    for p in range(len(pipelines)):
+        begin, first = (pipelines[p - 1, 0] if p else 0), (pipelines[like[p] - 1, 0] if like[p] else 0)
+        for e in range(edge_first[begin], edge_first[pipelines[p, 0]]):
+            for way in range(2):
+                stands[2 * e + way] = 2 * (e - edge_first[begin] + edge_first[first]) + way
+    at, counted, together = np.zeros(2 * edges + 1, np.int64), np.zeros(links, np.bool_), np.zeros(2 * edges)
+    for step in range(2):
+        if step == 1:
+            for number in range(2 * edges):
+                at[number + 1] += at[number]
+            link, use, placed = np.empty(at[2 * edges], np.int64), np.empty(at[2 * edges]), at[: 2 * edges].copy()
+        for k in range(links):
+            if step == 0:
+                for i in range(users[k], users[k + 1]):
+                    counted[k] = counted[k] or stands[who[i]] == who[i]
+            if not counted[k]:
+                continue
+            for i in range(users[k], users[k + 1]):
+                together[stands[who[i]]] += share[i]
+            for i in range(users[k], users[k + 1]):
+                number = stands[who[i]]
+                if together[number] > 0:
+                    if step == 0:
+                        at[number + 1] += 1
+                    else:
+                        link[placed[number]], use[placed[number]] = k, together[number] / most[number]
+                        placed[number] += 1
+                    together[number] = 0.0
+    return stands, at, link, use
+
+
+@compiled
+def _courses(
+    look: Floats,
+    part_first: Ints,
+    part_s: Floats,
+    input_s: Floats,
+    eagerness: int,
+    halves: bool,
+    forwards_s: Floats,
+    backwards_s: Floats,
+    lanes: Ints,
+    pipelines: Ints,
+    edge_first: Ints,
+    edge_to: Ints,
+    entering_first: Ints,
+    entering: Ints,
+    wire_s: Floats,
+    latency_s: Floats,
+    flow_at: Ints,
+    users: Ints,
+    who: Ints,
+    share: Floats,
+    most: Floats,
+    sent_s: Floats,
+    part_end: Floats,
+    part_at: Ints,
+    back_end: Floats,
+    like: Ints,
+    worth_s: float,
+) -> bool:
+    """Follows all pipelines together as `_course` does each, message by message where some of them share links.
+
+    Whether they end within `worth_s`; where it turns out that they do not, the rest is not followed.
+
+    Links have `users`, as `_by_link` tells them; `most` is what a message has of a link when it is alone, beside others. Of
+    pipelines that are `like` an earlier one only that is followed, and its messages stand for those of all.
+    """
+    count, edges, links = len(lanes), len(flow_at) - 1, len(users) - 1
+    edge_from = np.empty(edges, np.int64)
+    for lane in range(count):
+        edge_from[edge_first[lane] : edge_first[lane + 1]] = lane
+
+    stands, at, link, use = _stand_ins(pipelines, like, edge_first, users, who, share, most)
+    # What links have to carry yet, in seconds at their capacity.
+    carries_s, sharing, shared = np.zeros(links), np.empty(2 * edges, np.int64), 0
+    for number in range(2 * edges):
+        if at[number] < at[number + 1] and stands[number] == number:
+            sharing[shared] = number
+            shared += 1
+        for k in range(at[number], at[number + 1]):
+            e = number // 2
+            carries_s[link[k]] += (flow_at[e + 1] - flow_at[e]) * wire_s[number % 2, e] * use[k] * most[number]
+    for k in range(links):
+        if carries_s[k] > worth_s:
+            return False
+
+    left, load, rate = np.empty(links), np.empty(links), np.zeros(2 * edges)
+    made, begun = np.zeros(2 * edges, np.int64), np.zeros(2 * edges, np.int64)
+    sent, under_way = np.zeros((2, edges), np.int64), np.zeros(2 * edges, np.bool_)
+    made_s, left_s, since_s = np.empty((2, flow_at[edges])), np.zeros(2 * edges), np.zeros(2 * edges)
+    next_s, flying = np.full(2 * edges, np.inf), np.empty(2 * edges, np.int64)
+    aloft, now_s, changed, ended = 0, 0.0, np.zeros(links, np.bool_), np.empty(at[2 * edges], np.int64)
+    forwards, backwards, free_s = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count)
+    depth, passes = np.empty(count, np.int64), np.empty(count, np.int64)
+    waiting, asked, is_waiting = np.empty(count, np.int64), 0, np.zeros(count, np.bool_)
+    begin = 0
+    for p in range(len(pipelines)):
+        for lane in range(begin, pipelines[p, 0]):
+            depth[lane], passes[lane] = pipelines[p, 1], pipelines[p, 2]
+            if like[p] == p:
+                waiting[asked], is_waiting[lane] = lane, True
+                asked += 1
+        begin = pipelines[p, 0]
+    while True:
+        # Lanes go on as far as what they need has been sent; what they send may be sent later than now.
+        while asked:
+            asked -= 1
+            lane = waiting[asked]
+            is_waiting[lane] = False
+            ahead, behind, time, micro_batches = forwards[lane], backwards[lane], free_s[lane], passes[lane]
+            looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
+            forward_s, backward_s = forwards_s[lane], backwards_s[lane]
+            warm_up = eagerness * (depth[lane] - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
+            weight_s, put_off = look[looks, WEIGHT_S], eagerness * lanes[lane, PLACE] if halves else 0
+            while behind < micro_batches:
+                forward = ahead < micro_batches and ahead - behind <= warm_up
+                m, way = (ahead, 0) if forward else (behind, 1)
+                ready, ready_s = True, time
+                if forward:
+                    for k in range(entering_first[lane], entering_first[lane + 1]):
+                        e = entering[k]
+                        ready = ready and sent[0, e] > m
+                        if ready:
+                            ready_s = max(ready_s, sent_s[0, flow_at[e] + m] + latency_s[0, e])
+                else:
+                    for e in range(edge_first[lane], edge_first[lane + 1]):
+                        ready = ready and sent[1, e] > m
+                        if ready:
+                            ready_s = max(ready_s, sent_s[1, flow_at[e] + m] + latency_s[1, e])
+                if not ready:
+                    break
+                time = ready_s
+                if forward:
+                    time += forward_s
+                    sent_now = time
+                    ahead += 1
+                else:
+                    last = m == micro_batches - 1
+                    if parts >= 0 and last and not halves:
+                        for j in range(part_first[parts], part_first[parts + 1]):
+                            time += part_s[j]
+                            part_end[part_at[lane] + j - part_first[parts]] = time
+                    else:
+                        time += input_s[parts] if parts >= 0 and last else backward_s
+                    sent_now = time
+                    if halves and last:
+                        time += min(put_off, micro_batches - 1) * weight_s
+                        if parts >= 0:
+                            for j in range(part_first[parts], part_first[parts + 1]):
+                                time += part_s[j]
+                                part_end[part_at[lane] + j - part_first[parts]] = time
+                        else:
+                            time += weight_s
+                    elif halves and m >= put_off:
+                        time += weight_s
+                    behind += 1
+                first, stop = edge_first[lane], edge_first[lane + 1]
+                if not forward:
+                    first, stop = entering_first[lane], entering_first[lane + 1]
+                for k in range(first, stop):
+                    e = k if forward else entering[k]
+                    number, flow = 2 * e + way, flow_at[e] + m
+                    made[number] = m + 1
+                    if at[number] == at[number + 1]:
+                        begins_s = sent_now if m == 0 else max(sent_now, sent_s[way, flow - 1])
+                        sent_s[way, flow] = begins_s + wire_s[way, e]
+                        sent[way, e] = m + 1
+                        to = edge_to[e] if forward else edge_from[e]
+                        if not is_waiting[to]:
+                            waiting[asked], is_waiting[to] = to, True
+                            asked += 1
+                    else:
+                        made_s[way, flow] = sent_now
+                        if not under_way[number] and begun[number] == m:
+                            next_s[number] = sent_now if m == 0 else max(sent_now, sent_s[way, flow - 1])
+            forwards[lane], backwards[lane], free_s[lane] = ahead, behind, time
+            if time + (micro_batches - ahead) * forward_s + (micro_batches - behind) * backward_s > worth_s * (1 + 1e-9):
+                return False
+
+        # Whatever happens at the next moment.
+        now_s = np.inf
+        for i in range(shared):
+            now_s = min(now_s, next_s[sharing[i]])
+        if now_s == np.inf:
+            break
+        until_s, over = now_s * (1 + 1e-12), 0
+        for one in range(shared):
+            number = sharing[one]
+            if next_s[number] > until_s:
+                continue
+            e, way = number // 2, number % 2
+            if under_way[number]:
+                m = begun[number] - 1
+                sent_s[way, flow_at[e] + m] = now_s
+                sent[way, e] = m + 1
+                under_way[number] = False
+                for k in range(at[number], at[number + 1]):
+                    changed[link[k]] = True
+                    ended[over] = link[k]
+                    over += 1
+                    carries_s[link[k]] -= wire_s[way, e] * use[k] * most[number]
+                    if now_s + carries_s[link[k]] > worth_s * (1 + 1e-9):
+                        return False
+                to = edge_to[e] if way == 0 else edge_from[e]
+                if not is_waiting[to]:
+                    waiting[asked], is_waiting[to] = to, True
+                    asked += 1
+                for i in range(aloft):
+                    if flying[i] == number:
+                        aloft -= 1
+                        flying[i] = flying[aloft]
+                        break
+                if made[number] == begun[number]:
+                    next_s[number] = np.inf
+                    continue
+                next_s[number] = max(now_s, made_s[way, flow_at[e] + begun[number]])
+                if next_s[number] > until_s:
+                    continue
+            under_way[number], rate[number] = True, 0.0
+            left_s[number], since_s[number] = wire_s[way, e], now_s
+            begun[number] += 1
+            flying[aloft] = number
+            aloft += 1
+        # Rates change where links are changed, and where these have messages in common with others.
+        touched, more = 0, True
+        while more:
+            more = False
+            for i in range(touched, aloft):
+                number = flying[i]
+                reached = rate[number] == 0.0
+                for k in range(at[number], at[number + 1]):
+                    reached = reached or changed[link[k]]
+                if reached:
+                    for k in range(at[number], at[number + 1]):
+                        changed[link[k]] = more = True
+                    flying[i], flying[touched] = flying[touched], number
+                    touched += 1
+        for i in range(touched):
+            number = flying[i]
+            left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * rate[number])
+            since_s[number] = now_s
+        _shared(touched, at, link, use, most, flying, rate, left, load)
+        for i in range(touched):
+            number = flying[i]
+            next_s[number] = now_s + left_s[number] / rate[number]
+            for k in range(at[number], at[number + 1]):
+                changed[link[k]] = False
+        for k in range(over):
+            changed[ended[k]] = False
+    for p in range(len(pipelines)):
+        begin, first = (pipelines[p - 1, 0] if p else 0), (pipelines[like[p] - 1, 0] if like[p] else 0)
+        for lane in range(begin, pipelines[p, 0]):
+            same = first + lane - begin
+            back_end[lane] = free_s[same]
+            if same != lane:
+                part_end[part_at[lane] : part_at[lane + 1]] = part_end[part_at[same] : part_at[same + 1]]
+    return True
 
 
 @compiled
@@ -1050,10 +1472,14 @@ def evaluate(
     shards: Floats,
     embeddings: int,
     heads: int,
+    worth_s: float,
     busy_s: Floats,
     num_bytes: Floats,
 ) -> tuple[float, int]:
     """Seconds of an iteration, infinite where a lane does not fit, and how the evaluation ended.
+
+    Messages that meet are slowed by what some stretches of time show them to lose. With `worth_s` above 0 they are followed one
+    by one, unless they are many and it is finite; where an iteration takes longer than that, the seconds are any that are longer.
 
     Fills in lanes' busy seconds, and their bytes. `pipelines` has a row for each: the lane after its last, its depth, its
     micro-batches. Lanes stand in layer order. `shards` are the layers whose state a lane keeps, by `SHARD`; the states of the
@@ -1067,9 +1493,12 @@ def evaluate(
     look, part_first, part_s, asked = tables.look, tables.part_first, tables.part_s, world.asked
     input_s, halves = tables.input_s, sizes.halves
     row_seconds, row_first, row_link, row_share = transfers.seconds, transfers.first, transfers.link, transfers.share
-    first_line, line = transfers.first_line, transfers.line
+    first_line, line, capacity = transfers.first_line, transfers.line, world.capacity
     start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
     load, touched = np.zeros(links), np.empty(links, np.int64)
+
+    forwards_s, backwards_s = np.empty(count), np.empty(count)
+    _passes(tables, pipelines, lanes, links, worth_s > 0, forwards_s, backwards_s)
 
     # Messages.
     edge_first, entering_first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
@@ -1130,7 +1559,16 @@ def evaluate(
     part_end, back_end = np.empty(part_at[count]), np.empty(count)
     sent_s, slowed = np.empty((2, flow_at[edges])), np.ones((2, 2 * count))
     longer_s = wire_s
-    attempts = ATTEMPTS if edges <= MANY_EDGES else FEWER_ATTEMPTS
+    attempts, closely = ATTEMPTS if edges <= MANY_EDGES else FEWER_ATTEMPTS, worth_s > 0 and len(who) > 0
+    like = _like_earlier(pipelines, lanes, edge_first, edge_to, wire_s, latency_s, users, who, share)
+    if closely:
+        messages, begin = 0, 0
+        for p in range(len(pipelines)):
+            if like[p] == p:
+                messages += flow_at[edge_first[pipelines[p, 0]]] - flow_at[edge_first[begin]]
+            begin = pipelines[p, 0]
+        closely = messages <= FOLLOWED or worth_s == np.inf
+        attempts = 0 if closely else attempts
     for attempt in range(attempts):
         begin = 0
         for p in range(len(pipelines)):
@@ -1141,6 +1579,8 @@ def evaluate(
                 input_s,
                 sizes.warm_up,
                 halves,
+                forwards_s,
+                backwards_s,
                 lanes,
                 begin,
                 pipelines[p, 0],
@@ -1163,14 +1603,55 @@ def evaluate(
                 break
             longer_s = wire_s * slowed
 
+    if closely:
+        most_alone = np.ones(2 * edges)
+        for number in range(2 * edges):
+            row = row_of[number]
+            fullest = 0.0
+            for k in range(row_first[row], row_first[row + 1]):
+                if row_share[k] > fullest:
+                    fullest, most_alone[number] = row_share[k], row_share[k] * capacity[row_link[k]]
+        most_alone /= most_alone.max()
+        in_time = _courses(
+            look,
+            part_first,
+            part_s,
+            input_s,
+            sizes.warm_up,
+            halves,
+            forwards_s,
+            backwards_s,
+            lanes,
+            pipelines,
+            edge_first,
+            edge_to,
+            entering_first,
+            entering,
+            wire_s,
+            latency_s,
+            flow_at,
+            users,
+            who,
+            share,
+            most_alone,
+            sent_s,
+            part_end,
+            part_at,
+            back_end,
+            like,
+            worth_s,
+        )
+        if not in_time:
+            return np.nextafter(worth_s, np.inf), DONE
+
     # Exchanges: the reductions, last layers first; then, after the optimizer's step, the gathers, first layers first.
     free = np.zeros(count)
     begin = 0
     for p in range(len(pipelines)):
         for lane in range(begin, pipelines[p, 0]):
             at, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            backward_s = look[at, BACKWARD_S] + look[at, WEIGHT_S]
-            busy_s[lane] = pipelines[p, 2] * (look[at, FORWARD_S] + backward_s) + step_s[lane]
+            backward_s = backwards_s[lane] + look[at, WEIGHT_S]
+            busy_s[lane] = pipelines[p, 2] * (forwards_s[lane] + backward_s) + step_s[lane]
             if parts >= 0:
                 busy_s[lane] += input_s[parts] - backward_s
                 for k in range(part_first[parts], part_first[parts + 1]):
