@@ -34,6 +34,9 @@ SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
 
+PARTS = 8
+"""Into so many parts a row is divided at most, some of which a random deal has before all other rows."""
+
 KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
 
@@ -100,6 +103,22 @@ class Deals:
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
             for by_node in (True, False):
                 yield Deal(rows, pipelines, by_node, 1, Settings(schedule))
+
+    def drawn(self, pipelines: int, rng: np.random.Generator) -> Deal:
+        """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree."""
+        cut = int(rng.integers(len(self._rows)))
+        nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
+        at = int(rng.integers(len(nodes) + 1)) if len(nodes) < PARTS else int(rng.integers(PARTS + 1)) * len(nodes) // PARTS
+        if rng.random() < 0.5:
+            others.reverse()
+        parts = [part for part in (nodes[:at], *others, nodes[at:]) if part]
+        rows = []
+        for part in parts:
+            allowed = self._degrees(part)
+            rows.append(Row(part, allowed[int(rng.integers(len(allowed)))]))
+        schedules = (*SCHEDULES, SPLIT_SCHEDULES[-1])
+        settings = Settings(schedules[int(rng.integers(len(schedules)))], 1, bool(rng.random() < 0.5))
+        return Deal(tuple(rows), pipelines, bool(rng.random() < 0.8), MICRO_BATCHES[int(rng.integers(2))], settings)
 
     def layout(self, deal: Deal) -> Layout | None:
         """The layout of a deal; None where pipelines would have no stage, stages no layer, or sequences cannot be divided so."""
@@ -203,11 +222,12 @@ class Deals:
         judged_s: Callable[[Deal], float] | None = None,
         splits: bool = False,
         cuts: bool = True,
+        hope_s: float = math.inf,
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
         All changes of one choice are tried, with `splits` schedules that divide backwards, and with `cuts` some of the many that
-        cut a row.
+        cut a row, unless it has come to no less than `hope_s` without.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal, math.inf), judged_s(deal) if judged_s is not None else math.inf
@@ -229,7 +249,7 @@ class Deals:
             return (
                 better(list(self.near(deal)))
                 or (better(list(self.split(deal))) if splits else None)
-                or (better(list(self.cut(deal)), MOST_CUT) if cuts else None)
+                or (better(list(self.cut(deal)), MOST_CUT) if cuts and seconds < hope_s else None)
             )
 
         while (found := changed()) is not None:

@@ -6,8 +6,8 @@ by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
        rows' order and degrees, of micro-batch and schedule (1F1B, eager 1F1B, zero bubble) while they help: first in few steps
-       from a start for each number of pipelines, then all the way from the best of these, then from changes of the best.
-       Where they end is judged.
+       from a start for each number of pipelines, then all the way from the best of these and from the best of many random deals
+       of as many pipelines, then from changes of the best. Where they end is judged.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -15,10 +15,11 @@ by their speed. So the search is over layouts alone:
        join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
        to a better one.
     4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
-    5  The finalists are judged by the search's own judge, the best of them with every schedule.
+    5  The finalists are judged by the search's own judge, then changes of the best of them.
 
-All this goes by estimates (`sim.cost.estimates`); until they are compiled, once on a machine, prices take their place
-(`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal answer.
+All this goes by estimates (`sim.cost.estimates`), which among deals and finalists follow messages that meet; until they are
+compiled, once on a machine, prices take their place (`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal
+answer.
 Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
 """
 
@@ -76,17 +77,18 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.08, 0.2, 0.48, 0.5, 0.53, 0.75, 0.8, 0.92
+PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.15, 0.76, 0.765, 0.775, 0.83, 0.91, 0.95
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end; the rest is for changes of the best."""
 
-SETTLED, DESCENDED = 0.2, 0.5
+SETTLED, DESCENDED = 0.15, 0.6
 """The shares of the time for deals after which first steps and descents from them end; the rest is for changes of the best."""
 
-FIRST_RANKS = (0, 1, 0, 1, 2, 3)
-MORE_DEALS, PATIENCE, DEALERS = 40, 8, 2
-"""Descents begin from the deals of these ranks among those of different numbers of pipelines, from the best ones twice, and in
-each of so many processes from so many changes of the best; it gives up where so many in a row find nothing better."""
+NEAR, FIRSTS = 1.2, 6
+MORE_DEALS, PATIENCE, DEALERS = 200, 40, 2
+"""Descents begin, so many of them, from the best deals of different numbers of pipelines and from random ones of as many, where
+these take at most so many times as long as the best one; and in each of so many processes from so many changes of the best; it
+gives up where so many in a row find nothing better."""
 
 KICKED_RANKS = (0, 0, 1, 2)
 """The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn, as far as they are near the
@@ -95,6 +97,19 @@ best."""
 QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
 one's is judged, if that is quick, and if it is not."""
+
+DRAWN, DRAWING, ASKED = 1500, 0.15, 60
+"""Of so many random deals of as many pipelines, drawn in this share of a descent's time, so many are estimated in another such
+share."""
+
+TRUSTED = 1.15
+"""Estimates are trusted until an end takes so many times as long by the judge."""
+
+CLOSE = 1.01
+"""The judge is not asked for what takes so many times as long by a trusted estimate as another one by the judge."""
+
+HOPE = 1.04
+"""A descent from a change of the best cuts no rows that has not come near enough to the best one by then."""
 
 PACED = 1.06
 """A deal whose pace takes so many times as long as another takes by its estimate is not better than that."""
@@ -151,7 +166,7 @@ class _Descent:
     least_s: float = math.inf
     """The best score so far: an end much worse is not judged."""
     cuts: bool = True
-    """Whether rows are cut; if not, an end is judged only where that is quick."""
+    """Whether rows are cut; if not, an end is judged only where that is quick and there are no estimates."""
     until_s: float = 0.0
     """Of the search; no verdict is to come after the next."""
     verdicts_s: float = 0.0
@@ -166,8 +181,10 @@ class _Descended:
     """Ends whose verdicts would have come too late."""
     longest: tuple[int, float] = (1, 0.0)
     """The most work that was judged, and the seconds that it took."""
-    end: tuple[float, Deal] | None = None
-    """Of the descent from a start, with its seconds by the judge, if it is judged and they are fewer, or by its score."""
+    ends: list[tuple[float, Deal]] = field(default_factory=list)
+    """Of the descents from starts, with their seconds by the judge, if they are judged, or by their scores."""
+    error: float = 1.0
+    """How many times as long an end took by the judge as by its score, at most."""
 
 
 class _Hunt:
@@ -199,6 +216,8 @@ class _Hunt:
         """Plans whose verdicts took too long."""
         self._plans: dict[Settings, Plan] = {}
         """One that was met of each settings."""
+        self.error = 1.0
+        """How many times as long an end took by the judge as by its score, at most."""
         self.longest = 1, 0.0
         """The most work of a draft that was judged alone in this process, and the seconds that it took."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
@@ -303,9 +322,12 @@ class _Hunt:
         least_s = self.deal_s(self.firsts[0])
         settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(settling, now_s + SETTLED * left_s)
+        if not settled:
+            return
         settled.sort(key=lambda entry: entry[0])
         least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
-        firsts = [settled[rank][1] for rank in FIRST_RANKS if rank < len(settled)]
+        near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
+        firsts = [near[n % len(near)] for n in range(FIRSTS)]
         self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
         if self.ends:
             self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
@@ -340,19 +362,18 @@ class _Hunt:
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
-                if found.end is not None:
-                    ends.append(found.end)
+                ends += found.ends
+                self.error = max(self.error, found.error)
         return ends
 
     def descend(self, task: _Descent, tell: Callable[[tuple[Plan, Verdict]], None]) -> _Descended:
         """What descents among deals meet: from a deal, or from changes of the best of those that were judged.
 
         It tells each verdict as soon as it is known. None is asked for that would, by those so far, come too late.
-        Estimates err where transfers meet, and a descent finds where they do. So where it is quick the judge confirms each change
-        of a change of the best, in every second process of all of them, the first time of the best as it is, and in the others
-        of every second one. These try zero-bubble schedules, too, which lead elsewhere.
+        Estimates leave out what transfers of different sorts take from one another, and a descent finds where they do. So where
+        an end was found to take longer, the judge confirms each change, if it is quick.
         """
-        rng, odd = np.random.default_rng([*task.seed, task.start is None, task.cuts]), task.seed[-1] % 2 == 1
+        rng = np.random.default_rng([*task.seed, task.start is None, task.cuts])
         found = _Descended()
         ends, least_s = dict(self.ends), task.least_s
 
@@ -378,7 +399,8 @@ class _Hunt:
                 return math.inf
             judged = judged_s(deal)
             if judged < math.inf:
-                least_s = min(least_s, seconds)
+                least_s = min(least_s, seconds if self.estimates is None else judged)
+                self.error = max(self.error, judged / seconds)
             else:
                 found.unjudged.append(deal)
             return judged
@@ -388,30 +410,61 @@ class _Hunt:
             seconds = self.deal_s(deal)
             return judged_s(deal) if seconds < WORTH * least_s else WORTH * seconds
 
+        def descended(begin: Deal, splits: bool = True, cuts: bool = True, hope_s: float = math.inf) -> tuple[float, Deal]:
+            confirm = confirmed_s if self.error > TRUSTED and self._quick(begin) else None
+            seconds, end = self.deals.descended(begin, self.deal_s, rng, late, confirm, splits, cuts, hope_s)
+            judged = judge_end(seconds, end) if cuts or (self.estimates is None and self._quick(end)) else math.inf
+            return (judged if judged < math.inf else seconds), end
+
         with suppress(BudgetSpent):  # what it has found counts
             if task.start is not None:
-                seconds, end = self.deals.descended(task.start, self.deal_s, rng, late, splits=task.cuts, cuts=task.cuts)
-                found.end = seconds, end
-                if task.cuts or self._quick(end):
-                    found.end = min(judge_end(seconds, end), seconds), end
-                return found
+                begins = self._begins(task.start, rng, task.until_s) if task.cuts else [task.start]
+                for begin in begins:
+                    if not found.ends or not late():
+                        found.ends.append(descended(begin, task.cuts, task.cuts))
             best_s, since = math.inf, 0
-            for number in range(MORE_DEALS):
+            for number in range(0 if task.start is not None else MORE_DEALS):
                 ranked = sorted(ends.values(), key=lambda entry: entry[0])
                 best_s, since = ranked[0][0], 0 if ranked[0][0] < best_s else since + 1
                 if late() or since > PATIENCE:
                     break
                 near = sum(seconds < WORTH * best_s for seconds, _ in ranked)
                 begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], near - 1)][1]
-                confirmed = (odd or number % 2 == 1) and self._quick(begin)
-                if number or not confirmed:
-                    begin = self.deals.kicked(begin, self.deal_s, rng)
-                if confirmed:
-                    self.deals.descended(begin, self.deal_s, rng, late, confirmed_s)
-                else:
-                    judge_end(*self.deals.descended(begin, self.deal_s, rng, late, splits=not odd))
+                descended(self.deals.kicked(begin, self.deal_s, rng), hope_s=HOPE * best_s)
+        found.error = self.error
         found.longest = self.longest
         return found
+
+    def _begins(self, deal: Deal, rng: np.random.Generator, until_s: float) -> list[Deal]:
+        """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
+
+        All of these have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
+        their estimates.
+        """
+        now_s = self.search.elapsed_s
+        paces: dict[Deal, float] = {}
+        for _ in range(DRAWN):
+            if self.search.elapsed_s > now_s + DRAWING * (until_s - now_s):
+                break
+            drawn = self.deals.drawn(deal.pipelines, rng)
+            if drawn not in paces:
+                paces[drawn] = self._pace_s(drawn)
+        best: tuple[float, Deal] | None = None
+        for drawn in sorted(paces, key=lambda drawn: paces[drawn])[:ASKED]:
+            least_s = math.inf if best is None else best[0]
+            if paces[drawn] > PACED * least_s or self.search.elapsed_s > now_s + 2 * DRAWING * (until_s - now_s):
+                break
+            if (seconds := self.deal_s(drawn, least_s)) < least_s:
+                best = seconds, drawn
+        if best is None:
+            return [deal]
+        return [best[1], deal] if best[0] < self.deal_s(deal) else [deal, best[1]]
+
+    def _pace_s(self, deal: Deal) -> float:
+        """Seconds of an iteration of a deal by the pace of its pipelines; infinite where it cannot be cut."""
+        layout = self.deals.layout(deal)
+        dealt = None if layout is None else self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
+        return math.inf if dealt is None else dealt.pace_s
 
     def _expected_s(self, draft: Draft) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
@@ -456,20 +509,20 @@ class _Hunt:
             self.search.check_budget()
             layout = self.deals.layout(deal)
             known = math.inf if layout is None else self._worth_s(layout, worth_s)
-            if known is None:
-                return PACED * worth_s
+            if worth_s < known < math.inf:  # it may be more than what it takes
+                return known
             self.dealt[deal] = known
         return known
 
-    def _worth_s(self, layout: Layout, worth_s: float) -> float | None:
-        """Seconds of an iteration of a layout; None where its pace says that it takes longer than `worth_s`."""
+    def _worth_s(self, layout: Layout, worth_s: float) -> float:
+        """Seconds of an iteration of a layout; of one that takes longer than `worth_s`, any that are longer, too."""
         dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         if dealt is None:
             return math.inf
         if dealt.pace_s > PACED * worth_s:
-            return None
+            return PACED * worth_s
         draft = self.assembly.built(dealt)
-        return math.inf if draft is None else self.draft_s(draft, layout.settings)
+        return math.inf if draft is None else self.draft_s(draft, layout.settings, worth_s)
 
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
@@ -538,8 +591,11 @@ class _Hunt:
             self.known[layout] = known
         return known
 
-    def draft_s(self, draft: Draft, settings: Settings) -> float:
-        """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit."""
+    def draft_s(self, draft: Draft, settings: Settings, worth_s: float = 0.0) -> float:
+        """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit.
+
+        With `worth_s` messages that meet are followed; where it takes longer than that, it is any seconds that are longer, too.
+        """
         if self.estimates is None:
             return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
         holders = len(draft) + self.job.model.tied_embeddings * sum(len(pipeline.stages) > 1 for pipeline in draft)
@@ -549,11 +605,11 @@ class _Hunt:
                 return math.inf
             scattered = replace(settings, zero_stage=1)
             ratio = self.pricing.price_s(draft, settings) / self.pricing.price_s(draft, scattered)
-            return ratio * self.draft_s(draft, scattered)
+            return ratio * self.draft_s(draft, scattered, worth_s / ratio)
         like = self._plans.get(settings)
         if like is None:
             like = self._plans[settings] = make_plan(self.search.cluster, self.job, draft, settings)
-        return self.estimates.changed_s(like, draft)
+        return self.estimates.changed_s(like, draft, worth_s)
 
     def _keep(self, seconds: float, layout: Layout, draft: Draft) -> None:
         shape = self._shape(layout)
@@ -964,7 +1020,7 @@ class _Hunt:
         ranked = [(draft, layout.settings) for _, layout, draft in self.ranked()[:FINALISTS]]
         ends = [self._drafted(deal) for _, deal in self.ends.values()]
         drafts = [*(end for end in ends if end is not None), *ranked, *self.partitioned]
-        entries = [(self.draft_s(draft, settings), draft, settings) for draft, settings in drafts]
+        entries = [(self.draft_s(draft, settings, math.inf), draft, settings) for draft, settings in drafts]
         entries.sort(key=lambda entry: entry[0])
         if self.estimates is not None:  # which tell the schedules apart
             others = [
@@ -972,16 +1028,11 @@ class _Hunt:
                 for _, draft, settings in entries[:SCHEDULED]
                 for name in FINAL_SCHEDULES
             ]
-            entries += [(self.draft_s(*other), *other) for other in others if not self.late(TUNED)]
+            entries += [(self.draft_s(*other, math.inf), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
-        self.judged([(draft, settings) for _, draft, settings in entries if self._soon(draft)][:TOGETHER])
         tuned = side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:
-            others = [(best[1], replace(best[2], schedule=schedule)) for schedule in FINAL_SCHEDULES]
-            for judged_s, (draft, settings) in zip(self.judged(others), others, strict=True):
-                if judged_s < best[0]:
-                    best = judged_s, draft, settings
             self.polish(*best)
 
     def _best_judged(self, entries: Sequence[tuple[float, Draft, Settings]]) -> tuple[float, Draft, Settings] | None:
@@ -992,13 +1043,17 @@ class _Hunt:
         best: tuple[float, Draft, Settings] | None = None
         entries = [entry for entry in entries if self._soon(entry[1])] or entries
         for at in range(0, len(entries), TOGETHER):
-            if best is not None and (entries[at][0] > SLACK * best[0] or self.late(JUDGED)):
+            if best is not None and (entries[at][0] > self._slack() * best[0] or self.late(JUDGED)):
                 break
             batch = [(draft, settings) for _, draft, settings in entries[at : at + TOGETHER]]
             for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
                 if judged_s < (best[0] if best is not None else math.inf):
                     best = judged_s, draft, settings
         return best
+
+    def _slack(self) -> float:
+        """What takes so many times as long by its estimate as another one by the judge takes longer."""
+        return CLOSE if self.estimates is not None and self.error <= TRUSTED else SLACK
 
     def _tuned(self, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
         """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
@@ -1008,7 +1063,7 @@ class _Hunt:
             for changed in self._variants(draft):
                 if self.late(TUNED):
                     return seconds, draft, settings
-                changed_s = self.draft_s(changed, settings)
+                changed_s = self.draft_s(changed, settings, seconds)
                 if changed_s < seconds * (1 - 1e-6):
                     draft, seconds = changed, changed_s
                     break
@@ -1025,9 +1080,9 @@ class _Hunt:
             known = []
             for changed in self._variants(draft):
                 self.search.check_budget()
-                known.append((self.draft_s(changed, settings), changed))
+                known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
-            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < math.inf]
+            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack() * seconds]
             for at in range(0, len(ranked), TOGETHER):
                 batch = ranked[at : at + TOGETHER]
                 left -= len(batch)

@@ -130,6 +130,31 @@ def test_a_descent_ends_where_no_neighbour_is_better(world: Cluster, seed: int) 
     assert seconds <= min(score_s(changed) for changed in [*deals.near(deal), *deals.cut(deal)]) * (1 + 1e-8)
 
 
+@settings(deadline=None, max_examples=20)
+@given(worlds, st.integers(0, 2**32))
+def test_a_descent_without_hope_cuts_no_row(world: Cluster, seed: int) -> None:
+    deals, score_s = deals_of(world), scored(seed)
+    start = a_deal(deals, 2, seed, 0)
+    seconds, deal = deals.descended(start, score_s, np.random.default_rng(seed), lambda: False, hope_s=0.0)
+    assert len(deal.rows) == len(start.rows)
+    assert seconds <= min(map(score_s, deals.near(deal))) * (1 + 1e-8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(worlds, st.integers(1, 6), st.integers(0, 2**32))
+def test_a_random_deal_has_all_devices_and_one_row_in_two_parts_at_most(world: Cluster, count: int, seed: int) -> None:
+    deals, rng = deals_of(world), np.random.default_rng(seed)
+    alike = len(next(deals.starts(1, "1f1b")).rows)
+    for _ in range(10):
+        deal = deals.drawn(count, rng)
+        assert deal.pipelines == count
+        assert sorted(devices_of(deal)) == sorted(device.name for device in world.devices)
+        assert all(row.degree in degrees(job(), min(map(len, row.nodes))) for row in deal.rows)
+        assert alike <= len(deal.rows) <= alike + 1
+    again = [deals.drawn(count, np.random.default_rng(seed)) for _ in range(2)]
+    assert again[0] == again[1]
+
+
 def test_a_descent_that_is_late_returns_what_it_has() -> None:
     deals = deals_of(cluster(node("n0", "RTX4090", 8), node("n1", "RTX3090", 8)))
     start = a_deal(deals, 2, 0, 0)

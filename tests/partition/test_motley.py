@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import partition
@@ -115,8 +116,24 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
     hunt.longest = 1, 1.0  # a second for each unit of work
     found = hunt.descend(_Descent(start, [0, 0], until_s=60.0, verdicts_s=60.0), lambda told: None)
     assert not found.judged
-    (end,) = found.unjudged
-    assert hunt.deal_s(end) < hunt.deal_s(start)
+    assert found.unjudged == [end for _, end in found.ends]
+    assert min(map(hunt.deal_s, found.unjudged)) < hunt.deal_s(start)
+
+
+def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() -> None:
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
+    work = job(SMALL, sequence_length=2048, batch=32)
+    search = Search(world, work, simulation(world, work), 0, 600.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    hunt.load(60.0)
+    hunt.begin_deals()
+    for start in hunt.firsts:
+        begins = hunt._begins(start, np.random.default_rng(1), search.elapsed_s + 4.0)
+        assert start in begins and len(set(begins)) == len(begins) <= 2
+        assert {deal.pipelines for deal in begins} == {start.pipelines}
+        assert sorted(begins, key=hunt.deal_s) == begins
+        drawn = [hunt.deals.drawn(start.pipelines, rng) for rng in [np.random.default_rng(1)] for _ in range(10)]
+        assert min(map(hunt.deal_s, begins)) <= min(map(hunt.deal_s, [start, *drawn])) * 1.06
 
 
 def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None:
