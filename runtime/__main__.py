@@ -85,4 +85,10 @@ def _fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if "RANK" in os.environ:
+        # All is written; a thread of torch's that outlives its process group may abort a worker that takes itself down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
