@@ -146,12 +146,13 @@ def _process_s(run: Callable[[], object]) -> float:
 def speed() -> Iterator[str]:
     """The table of plans judged a second."""
     yield "Plans a second on one core, from Plan objects, memory check included; all plans differ. First: the first plans that a"
-    yield "new Estimates sees; then: others after them; verdicts: once more those of them that fit, with all measures."
+    yield "new Estimates sees; then: others after them; verdicts: once more those of them that fit, with all measures. Messages"
+    yield "that meet are slowed by what stretches of time show, or followed one by one; no two pipelines are alike."
     yield ""
-    yield "  GPUs model          first      plans/s     then       plans/s    verdicts/s  fit %   lanes"
+    yield "  GPUs model          first      plans/s     then       plans/s    verdicts/s  fit %   lanes  messages"
     mixed, equal = read_cluster(CLUSTERS / "hexiscale-mixed-b.yaml"), read_cluster(CLUSTERS / "a100-1024.yaml")
     small, large = (Job(transformer("llama-2-13b"), 4096, batch) for batch in (256, 512))
-    for how, worth_s in (("at once", 0.0), ("closely", math.inf)):
+    for how, worth_s in (("slowed", 0.0), ("followed", math.inf)):
         yield speed_line(mixed, Job(transformer("llama-2-7b"), 4096, 256), 2000, 1000, worth_s) + f"  {how}"
         yield speed_line(mixed, small, 2000, 1000, worth_s) + f"  {how}"
         yield speed_line(_mixed_256(equal), large, 2000, 300, worth_s) + f"  {how}"
@@ -184,7 +185,7 @@ def error_lines(name: str, cluster: Cluster, job: Job, count: int) -> Iterator[s
     plans = [next(fitting) for _ in range(count)]
     truth = np.array([simulate(plan, cluster, network=network).iteration_s for plan in plans])
     slow = np.array([Estimate(plan, cluster, network).iteration_s() for plan in plans])
-    for what, found in (("estimates", estimates.many(plans)), ("closely", estimates.many(plans, math.inf)), ("estimate", slow)):
+    for what, found in (("estimates", estimates.many(plans)), ("followed", estimates.many(plans, math.inf)), ("estimate", slow)):
         error = found / truth - 1
         size = np.abs(error)
         yield (
@@ -196,7 +197,7 @@ def error_lines(name: str, cluster: Cluster, job: Job, count: int) -> Iterator[s
 def errors() -> Iterator[str]:
     """The table of errors on clusters with one slow card a node."""
     yield "Iteration seconds against the simulation, of drawn plans that fit; errors in per cent. estimates: those of the table"
-    yield "above; estimate: `Estimate`, one plan at a time."
+    yield "above, followed: with messages followed; estimate: `Estimate`, one plan at a time."
     yield ""
     yield "cluster          model        judge      plans      tau   mean %  |mean| %  |p90| %  |max| %"
     for name, card in (("hexiscale-mixed-a", 10), ("hexiscale-mixed-b", 10), ("hexiscale-mixed-b", 4), ("hexiscale-mixed-c", 4)):

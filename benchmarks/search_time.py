@@ -132,7 +132,7 @@ def report(found: Sequence[tuple[Place, Cell, Row]]) -> str:
         " GPUs cluster                 model        seconds   best s (of)         iteration / best, by seed",
     ]
     for place in timed_places():
-        own = [(cell, seconds(entry)) for at, cell, entry in found if at.cluster == place.cluster]
+        own = [(cell, seconds(entry)) for at, cell, entry in found if at == place]
         limit_s = LIMITS[len(place.cluster.devices)]
         best_s, best = min((own_s, f"{cell.planner}, {cell.budget_s:g} s") for cell, own_s in own)
         ratios = [own_s / best_s for cell, own_s in own if cell.planner == "motley" and cell.budget_s == limit_s]
