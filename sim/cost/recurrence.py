@@ -1560,8 +1560,9 @@ def evaluate(
     sent_s, slowed = np.empty((2, flow_at[edges])), np.ones((2, 2 * count))
     longer_s = wire_s
     attempts, closely = ATTEMPTS if edges <= MANY_EDGES else FEWER_ATTEMPTS, worth_s > 0 and len(who) > 0
-    like = _like_earlier(pipelines, lanes, edge_first, edge_to, wire_s, latency_s, users, who, share)
+    like = np.arange(len(pipelines))
     if closely:
+        like = _like_earlier(pipelines, lanes, edge_first, edge_to, wire_s, latency_s, users, who, share)
         messages, begin = 0, 0
         for p in range(len(pipelines)):
             if like[p] == p:
