@@ -521,6 +521,36 @@ def _level(shares: Floats, inside: Bools, count: int) -> float:
 
 
 @compiled
+def _last_backward(
+    time: float,
+    parts: int,
+    part_first: Ints,
+    part_s: Floats,
+    input_s: Floats,
+    halves: bool,
+    backward_s: float,
+    weight_s: float,
+    put_off_s: float,
+    part_end: Floats,
+    at: int,
+) -> tuple[float, float]:
+    """When a lane's last backward has what it sends, and when it ends; it begins at `time`.
+
+    In `halves` the weight halves that were put off come before its own. Fills in the ends of its parts, if any, from `at` on.
+    """
+    if not halves and parts < 0:
+        return time + backward_s, time + backward_s
+    sent = time + (input_s[parts] if parts >= 0 else backward_s)
+    time = sent + put_off_s if halves else time
+    if parts < 0:
+        return sent, time + weight_s
+    for j in range(part_first[parts], part_first[parts + 1]):
+        time += part_s[j]
+        part_end[at + j - part_first[parts]] = time
+    return (sent if halves else time), time
+
+
+@compiled
 def _course(
     look: Floats,
     part_first: Ints,
@@ -598,24 +628,24 @@ def _course(
                         time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
                     if not ready:
                         break
-                    last = m == micro_batches - 1
-                    if parts >= 0 and last and not halves:
-                        for j in range(part_first[parts], part_first[parts + 1]):
-                            time += part_s[j]
-                            part_end[part_at[lane] + j - part_first[parts]] = time
+                    if m == micro_batches - 1:
+                        put_off_s = min(put_off, m) * weight_s
+                        sent_now, time = _last_backward(
+                            time,
+                            parts,
+                            part_first,
+                            part_s,
+                            input_s,
+                            halves,
+                            backward_s,
+                            weight_s,
+                            put_off_s,
+                            part_end,
+                            part_at[lane],
+                        )
                     else:
-                        time += input_s[parts] if parts >= 0 and last else backward_s
-                    sent_now = time
-                    if halves and last:
-                        time += min(put_off, micro_batches - 1) * weight_s
-                        if parts >= 0:
-                            for j in range(part_first[parts], part_first[parts + 1]):
-                                time += part_s[j]
-                                part_end[part_at[lane] + j - part_first[parts]] = time
-                        else:
-                            time += weight_s
-                    elif halves and m >= put_off:
-                        time += weight_s
+                        sent_now = time + backward_s
+                        time = sent_now + (weight_s if halves and m >= put_off else 0.0)
                     for k in range(entering_first[lane], entering_first[lane + 1]):
                         e = entering[k]
                         flow = flow_at[e] + m
@@ -919,24 +949,24 @@ def _courses(
                     sent_now = time
                     ahead += 1
                 else:
-                    last = m == micro_batches - 1
-                    if parts >= 0 and last and not halves:
-                        for j in range(part_first[parts], part_first[parts + 1]):
-                            time += part_s[j]
-                            part_end[part_at[lane] + j - part_first[parts]] = time
+                    if m == micro_batches - 1:
+                        put_off_s = min(put_off, m) * weight_s
+                        sent_now, time = _last_backward(
+                            time,
+                            parts,
+                            part_first,
+                            part_s,
+                            input_s,
+                            halves,
+                            backward_s,
+                            weight_s,
+                            put_off_s,
+                            part_end,
+                            part_at[lane],
+                        )
                     else:
-                        time += input_s[parts] if parts >= 0 and last else backward_s
-                    sent_now = time
-                    if halves and last:
-                        time += min(put_off, micro_batches - 1) * weight_s
-                        if parts >= 0:
-                            for j in range(part_first[parts], part_first[parts + 1]):
-                                time += part_s[j]
-                                part_end[part_at[lane] + j - part_first[parts]] = time
-                        else:
-                            time += weight_s
-                    elif halves and m >= put_off:
-                        time += weight_s
+                        sent_now = time + backward_s
+                        time = sent_now + (weight_s if halves and m >= put_off else 0.0)
                     behind += 1
                 first, stop = edge_first[lane], edge_first[lane + 1]
                 if not forward:
