@@ -91,6 +91,7 @@ TIME_PARAMETERS = (
     Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
     Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,)),
     Parameter("tensor_host_s", 1e-6, 1e-8, 1e-2, 4.0, (200e-6,), 50),
+    Parameter("ring_step_s", 1e-6, 1e-8, 1e-2, 4.0, (50e-6,), 50),
     Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0, (5e-3,)),
     Parameter("message_s", 0.1, 1e-3, 10.0, 2.0),
     Parameter("tensor_overlap", 0.1, 1e-3, 1.0, 1.5),
@@ -299,24 +300,30 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
     """Whether any of the runs can tell a constant: what none of them uses would only follow its prior."""
     plans = [row.plan for row in rows]
     if name == "message_s":
-        staged = (row for row in rows if any(len(pipeline.stages) > 1 for pipeline in row.plan.pipelines))
-        return software.message_nodes > 0 and any(len(row.cluster.nodes) >= software.message_nodes for row in staged)
+        staged = [row for row in rows if _staged(row.plan)]
+        on, spanned = software.message_nodes, software.message_lane_nodes
+        return any(
+            0 < on <= len(row.cluster.nodes) or 0 < spanned <= row.cluster.nodes_of(_first_lane(row.plan)[0]) for row in staged
+        )
     if name in ("tensor_overlap", "tensor_host_s"):
-        return any(len(lane.devices) > plan.context_parallel for plan in plans for _, _, _, lane in islice(plan.replicas(), 1))
+        told = [row for row in rows if name == "tensor_overlap" or (_staged(row.plan) and len(row.cluster.nodes) > 1)]
+        return any(len(devices) > row.plan.context_parallel for row in told for devices in _first_lane(row.plan))
+    if name == "ring_step_s":
+        return any(row.cluster.nodes_of(devices) > 1 for row in rows for devices in _first_lane(row.plan))
     if name == "node_collective_scale":
-        return any(len(devices) > 1 and _on_one_node(row, devices) for row in rows for devices in _first_lane(row.plan))
+        return any(len(devices) > 1 and row.cluster.nodes_of(devices) == 1 for row in rows for devices in _first_lane(row.plan))
     if name == "overlap_slowdown":
         return any(plan.overlap_gradients or plan.zero_stage >= 2 for plan in plans)
     return True
 
 
+def _staged(plan: Plan) -> bool:
+    return any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+
+
 def _first_lane(plan: Plan) -> list[tuple[str, ...]]:
     """The devices of the first lane of a plan."""
     return [replica.devices for _, _, _, replica in islice(plan.replicas(), 1)]
-
-
-def _on_one_node(row: Modelled, devices: Sequence[str]) -> bool:
-    return len({row.cluster.device(name).node.name for name in devices}) == 1
 
 
 def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, float]:

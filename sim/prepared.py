@@ -203,7 +203,8 @@ class Prepared:
     def _computing_alike(self, lanes: Sequence[Lane], built: Mapping[str, str]) -> dict[str, Lane]:
         """For each lane the first that computes as long: it is built alike, of the same kinds of GPUs at the same speeds."""
         cluster, first = self.network.cluster, dict[Hashable, Lane]()
-        if cluster.stack.blocking_messages:  # which take as long as the network has it
+        # What messages that keep a lane take, and steps of rings, depends on the nodes that devices are on.
+        if cluster.stack.ring_step_s or cluster.stack.keeps_messages(len(cluster.nodes)):
             return {lane.name: lane for lane in lanes}
         kinds = {device.name: id(device.gpu) for device in cluster.devices}
         keys = {lane.name: (built[lane.name], *(kinds.get(device, device) for device in lane.devices)) for lane in lanes}

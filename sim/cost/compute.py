@@ -264,7 +264,7 @@ class ComputeCost:
             return seconds, 0.0
         collectives = self.collectives(lane, instruction)
         host_s = stack.host_s * (kernels + sum(collective.count for collective in collectives))
-        if len(self.plan.pipelines[lane.pipeline].stages) > 1:
+        if len(self.plan.pipelines[lane.pipeline].stages) > 1 and len(self.cluster.nodes) > 1:
             tensor = sum(collective.count for collective in collectives if collective.group == "tensor")
             host_s += stack.tensor_host_s * tensor * lane.tensor_parallel
         return seconds, host_s

@@ -242,6 +242,7 @@ class _Folded:
             devices = [self.cluster.device(name) for name in lane.devices]
             key = (
                 tuple([id(device.gpu) for device in devices]),
+                self.cluster.nodes_of(lane.devices),
                 (devices[0].node.intra, *[own.get(device.name) for device in devices]) if self._alone(lane) else None,
                 lane.name in self._owners,
                 lane.sequences[1] - lane.sequences[0],

@@ -557,7 +557,7 @@ class _Settings:
             and plan.context_parallel == plan.expert_parallel == 1
             and plan.shard_group is None
             and not plan.offload_optimizer
-            and not stack.blocking_messages
+            and not stack.keeps_messages(len(cluster.nodes))
         )
         self._schedule, self._zero_stage = plan.schedule, plan.zero_stage
         self._halves = SCHEDULES[plan.schedule].splits_backward

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from sim.cost.collectives import across_lanes, between_lanes, collective, ring_exchange
+from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, ring_exchange
 from sim.cost.compute import ComputeCost, TensorCollective
 from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
 from sim.spec.cluster import Cluster
@@ -97,9 +97,14 @@ def work(
 
 
 def computing_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> float:
-    """Seconds of an instruction without the collectives inside it: its computation, and messages that block; see `work`."""
+    """Seconds of an instruction without the collectives inside it: its computation, what rings take longer than their bytes and
+    latencies, and messages that block; see `work`."""
     seconds, stack = cost.seconds(lane, instruction), cost.stack
-    if not isinstance(instruction, OptimizerStep) and (stack.blocking_messages or stack.message_nodes):
+    if isinstance(instruction, OptimizerStep):
+        return seconds
+    if stack.ring_step_s:
+        seconds += _ring_steps_s(network, cost, lane, instruction)
+    if stack.keeps_messages(len(network.cluster.nodes)):
         seconds += _blocked_s(network, cost, lane, instruction)
     return seconds
 
@@ -125,11 +130,25 @@ def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Com
     start, stop = instruction.layers
     edges = [edge for edge in lane.previous if edge.layer == start] + [edge for edge in lane.next if edge.layer == stop]
     plan, stack = cost.plan, cost.stack
-    seconds = len(edges) * stack.message_s if 0 < stack.message_nodes <= len(network.cluster.nodes) else 0.0
-    for edge in edges if stack.blocking_messages else ():
-        sent = SendActivation(0, edge.layer, edge.peer, edge.sequences)
-        seconds += network.alone_s(message(network, plan, lane, cost.lane(edge.peer), sent))
+    nodes, seconds = len(network.cluster.nodes), 0.0
+    for edge in edges:
+        peer = cost.lane(edge.peer)
+        spanned = max(network.cluster.nodes_of(devices) for devices in (lane.devices, peer.devices))
+        if 0 < stack.message_nodes <= nodes or 0 < stack.message_lane_nodes <= spanned:
+            seconds += stack.message_s
+        if stack.blocking_messages:
+            sent = SendActivation(0, edge.layer, edge.peer, edge.sequences)
+            seconds += network.alone_s(message(network, plan, lane, peer, sent))
     return seconds
+
+
+def _ring_steps_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
+    """Seconds that the steps of an instruction's tensor-parallel collectives take longer, where they go over several nodes."""
+    ranks = lane.tensor_groups[0]
+    if network.cluster.nodes_of(ranks) < 2:
+        return 0.0
+    rounds = sum(one.count * RING_STEPS[one.kind] for one in cost.collectives(lane, instruction) if one.group == "tensor")
+    return cost.stack.ring_step_s * rounds * (len(ranks) - 1)
 
 
 def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:

@@ -280,6 +280,10 @@ class Cluster:
     def _by_name(self) -> Mapping[str, Device]:
         return {device.name: device for device in self.devices}
 
+    def nodes_of(self, devices: Iterable[str]) -> int:
+        """How many nodes some devices are on."""
+        return len({self.device(name).node.name for name in devices})
+
     def device(self, name: str) -> Device:
         """The GPU of this name. Raises InputError where there is none."""
         if name not in self._by_name:

@@ -39,8 +39,10 @@ class Stack:
     host_s: float = 0.0
     """Seconds of the host for each kernel and each collective that it launches. A forward or backward takes no less."""
     tensor_host_s: float = 0.0
-    """Seconds of the host for each tensor-parallel collective and each rank that takes part, in pipelines of several stages: some
-    stacks take a collective apart there and issue it rank by rank."""
+    """Seconds of the host for each tensor-parallel collective and each rank that takes part, in pipelines of several stages on
+    clusters of several nodes: some stacks take a collective apart there and issue it rank by rank."""
+    ring_step_s: float = 0.0
+    """Seconds more of each step of a tensor-parallel collective round a ring over several nodes, which nothing hides."""
     micro_batch_s: float = 0.0
     """Seconds that each forward and each backward of a stage takes besides its layers: the schedule's bookkeeping, waits for
     messages to be handed over."""
@@ -49,7 +51,9 @@ class Stack:
     message_s: float = 0.0
     """Seconds more that each message between stages keeps sender and receiver, on clusters of `message_nodes` nodes or more."""
     message_nodes: float = 0.0
-    """The fewest nodes on which messages do; 0: they never do."""
+    """The fewest nodes on which messages do; 0: however many there are, they do not."""
+    message_lane_nodes: float = 0.0
+    """The fewest nodes of a lane whose messages do, on clusters of any size; 0: however many it has, they do not."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     node_collective_scale: float = 1.0
@@ -76,6 +80,10 @@ class Stack:
     source: str = ""
     """What its constants were fitted on or derived from."""
 
+    def keeps_messages(self, nodes: int) -> bool:
+        """Whether messages on a cluster of so many nodes can keep a sender or a receiver from computing."""
+        return self.blocking_messages or 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
+
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""
         for field in fields(self):
@@ -96,9 +104,11 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "gradient_bytes": (0.0, 1000.0),
     "host_s": (0.0, 1.0),
     "tensor_host_s": (0.0, 1.0),
+    "ring_step_s": (0.0, 1.0),
     "micro_batch_s": (0.0, 10.0),
     "message_s": (0.0, 100.0),
     "message_nodes": (0.0, 1e6),
+    "message_lane_nodes": (0.0, 1e6),
     "tensor_overlap": (0.0, 1.0),
     "node_collective_scale": _SCALE,
     "collective_scale": _SCALE,
@@ -114,6 +124,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 STACK_UNITS = {
     "host_s": ("host", "time"),
     "tensor_host_s": ("tensor_host", "time"),
+    "ring_step_s": ("ring_step", "time"),
     "micro_batch_s": ("micro_batch", "time"),
     "message_s": ("message", "time"),
     "step_s": ("step", "time"),

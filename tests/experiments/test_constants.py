@@ -49,6 +49,7 @@ software = st.builds(
     gradient_bytes=st.just(0.0) | four_digits(1e-6, 1000.0),
     host_s=times,
     tensor_host_s=times,
+    ring_step_s=times,
     micro_batch_s=times,
     tensor_overlap=st.just(0.0) | fractions,
     node_collective_scale=scales,

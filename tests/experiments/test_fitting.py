@@ -177,7 +177,7 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith(("tensor", "message", "node")):  # of which these runs say nothing
+        if not parameter.name.startswith(("tensor", "message", "node", "ring")):  # of which these runs say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 
@@ -194,15 +194,24 @@ def test_one_wild_run_moves_little() -> None:
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
     # Without tensor ranks: their overlap, their rate, and what the host takes for each of them.
     start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
-    start = replace(start, node_collective_scale=0.3)
+    start = replace(start, node_collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5)
     found = fitted(timed(start), start).stack
     assert (found.tensor_overlap, found.tensor_host_s, found.message_s) == (0.7, 3e-6, 2.0)
-    assert found.node_collective_scale == 0.3
+    assert (found.node_collective_scale, found.ring_step_s) == (0.3, 7e-6)
     assert not found.flash_attention and found.context_bytes == start.context_bytes
     # Without runs: everything.
     nothing = fitted([], replace(start, source="as it was"))
     assert nothing.stack == replace(start, source="as it was") and (nothing.timed, nothing.weighed) == (0, 0)
     assert fitted([replace(row, iter_time_s=None) for row in timed(start)], start).stack == start
+
+
+@pytest.mark.slow
+def test_what_steps_of_rings_over_nodes_take_is_found_where_there_are_some() -> None:
+    degrees = [(tp, pp, 1) for tp in (1, 2, 4, 8, 16, 32) for pp in (1, 2)]
+    shapes = [(4, 2048, 2048, many, (batch, 4 * batch)) for many in degrees for batch in (1, 2, 4, 8, 16)]
+    found = fitted(timed(replace(USUAL, ring_step_s=40e-6, tensor_host_s=150e-6), shapes), Stack("start"))
+    assert found.stack.ring_step_s == pytest.approx(40e-6, rel=0.15) and found.time_error < 0.02
+    assert found.stack.tensor_host_s == pytest.approx(150e-6, rel=0.15)
 
 
 def test_the_overlap_of_tensor_collectives_is_found_where_there_are_some() -> None:

@@ -262,6 +262,12 @@ def test_tensor_collectives_are_issued_rank_by_rank_where_there_are_several_stag
         assert both(plan(degree=degree), kind(NEVER), FORWARD, by_rank)[0] == pytest.approx(0.0)
     together = replace(by_rank, host_s=0.5)
     assert both(plan(stages, degree=2), kind(NEVER), Forward(0, (1, 3)), together, 1)[0] == pytest.approx((22 + 4) / 2 + 2)
+    # On a cluster of one node they are not.
+    node = Node("n0", kind(NEVER), 8, Intra("pcie4", 1e9), None)
+    names = (("n0/0", "n0/1"), ("n0/2", "n0/3"))
+    made = tuple(Stage((Replica(name, 1),), (cut,)) for name, cut in zip(names, [(0, 2), (2, 4)], strict=True))
+    inside = Plan("toy", TINY, 4, 2, (Pipeline(1, 2, made),))
+    assert ComputeCost(inside, Cluster("toy", (node,)), stack=by_rank).seconds(lane(inside), Forward(0, (0, 2))) < 1e-9
     # Context ranks exchange keys and values, which is no tensor collective.
     ring = plan(stages, degree=2, context_parallel=2)
     assert both(ring, kind(NEVER), Forward(0, (1, 3)), by_rank, 1)[0] == pytest.approx(0.0)

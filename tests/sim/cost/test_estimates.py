@@ -111,6 +111,7 @@ STACKS = (
     Stack("overlapping", tensor_overlap=0.4, collective_scale=0.7, overlap_slowdown=0.1, step_s=0.01, micro_batch_s=1e-3),
     Stack("exchanging slowly inside and across nodes", tensor_overlap=0.2, node_collective_scale=0.3, collective_scale=0.6),
     Stack("waiting for its host", host_s=2e-5, tensor_host_s=1e-5, logits_scale=1.3),
+    Stack("keeping messages", message_s=0.3, message_nodes=2, ring_step_s=1e-4),
     Stack("keeping more", flash_attention=False, gradient_copy=True, activation_scale=1.17, gradient_bytes=4.0),
 )
 

@@ -282,6 +282,7 @@ SLOW_HOST = Stack(
     "slow host",
     host_s=30e-6,
     tensor_host_s=20e-6,
+    ring_step_s=10e-6,
     micro_batch_s=1e-4,
     gradient_bytes=8.0,
     loss_traffic=2.0,
@@ -319,6 +320,10 @@ stacks = st.builds(
     blocking_messages=st.booleans(),
     host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
     tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),
+    ring_step_s=st.sampled_from((0.0, 50e-6)),
+    message_s=st.sampled_from((0.0, 1e-2)),
+    message_nodes=st.sampled_from((0.0, 2.0)),
+    message_lane_nodes=st.sampled_from((0.0, 2.0)),
     micro_batch_s=st.sampled_from((0.0, 1e-4)),
     gradient_bytes=st.sampled_from((0.0, 8.0)),
     tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
@@ -369,6 +374,39 @@ def test_on_so_many_nodes_each_message_keeps_its_sender_and_its_receiver() -> No
     # three seconds of another stage fill the pipeline, and three drain it.
     assert simulate(given, few).iteration_s < 0.1
     assert simulate(given, many).iteration_s == pytest.approx(8 * 12.0 + 2 * 3.0, rel=1e-2)
+
+
+def test_messages_of_lanes_on_so_many_nodes_keep_them_on_any_cluster() -> None:
+    given = plan(["n0/0", "n1/0 n2/0", "n3/0", "n4/0"])
+    lanes = compile_plan(given).lanes
+    few, many = (world(5, stack=replace(LOSES_NOTHING, message_s=3.0, message_lane_nodes=nodes)) for nodes in (3, 2))
+    for lane, messages in ((0, 1), (1, 2), (2, 1), (3, 0)):
+        usual, waiting = (taken(given, cluster, Forward(0, lanes[lane].layers[0]), lane).seconds for cluster in (few, many))
+        assert waiting - usual == pytest.approx(3.0 * messages)
+    assert Estimate(given, many).iteration_s() == pytest.approx(simulate(given, many).iteration_s, rel=1e-9)
+
+
+def test_steps_of_rings_over_several_nodes_take_longer() -> None:
+    usual, slow = (world(6, 4, stack=replace(LOSES_NOTHING, ring_step_s=step_s)) for step_s in (0.0, 0.5))
+
+    def more_s(given: Plan, kind: type[Compute], lane: int = 1) -> float:
+        instruction = kind(0, compile_plan(given).lanes[lane].layers[0])
+        return taken(given, slow, instruction, lane).seconds - taken(given, usual, instruction, lane).seconds
+
+    # Of four ranks on two nodes a sum goes round twice in three steps each; each of two layers sums twice, forward and backward.
+    across = ["n0/0 n0/1 n1/0 n1/1", "n2/0 n2/1 n3/0 n3/1", "n4/0 n4/1 n5/0 n5/1"]
+    model = replace(MODEL, layers=6)
+    whole = plan(across, model=model)
+    assert more_s(whole, Forward) == more_s(whole, Backward) == pytest.approx(2 * 2 * 2 * 3 * 0.5)
+    # As a scatter and a gather it takes as many, and the weight half gathers each input once more.
+    parts = plan(across, model=model, sequence_parallel=True)
+    assert more_s(parts, Forward) == pytest.approx(2 * 2 * 2 * 3 * 0.5)
+    assert more_s(parts, BackwardWeight) == pytest.approx(2 * 2 * 3 * 0.5)
+    # Inside a node there is no such step, nor between context ranks.
+    assert more_s(plan(["n0/0 n0/1", "n1/0 n1/1 n1/2 n1/3", "n2/0"], model=model), Forward) == 0
+    assert more_s(plan(["n0/0 n1/0", "n2/0 n3/0"], model=model, context_parallel=2), Forward) == 0
+    for given in (whole, parts):
+        assert Estimate(given, slow).iteration_s() == pytest.approx(simulate(given, slow).iteration_s, rel=1e-9)
 
 
 # --- Context parallelism ---------------------------------------------------------------------------------------------
