@@ -93,7 +93,7 @@ def cells(seeds: int) -> Iterator[tuple[Place, Cell]]:
 def long_cells() -> Iterator[tuple[Place, Cell]]:
     """The searches of ten minutes."""
     for place in timed_places():
-        for planner in ("motley", "megatron", "flashflex"):
+        for planner in ("motley", "megatron", "varuna", "pipette", "holmes", *RIVALS):
             yield place, Cell(place.cluster, place.job, planner, budget_s=LONG_S)
 
 
