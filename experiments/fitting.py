@@ -29,7 +29,7 @@ from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.spec.compile import instruction_estimate
 from sim.spec.gpu import Efficiency, GpuKind, efficiencies
-from sim.spec.plan import Plan
+from sim.spec.plan import Plan, tensor_groups
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack, stack, stacks
 
@@ -54,8 +54,12 @@ FEWEST_RUNS = 10
 FIRST_STEPS = 3
 """Steps of the search from each start, before the best of them is searched to its end."""
 
-MOST_STEPS = 20
+MOST_STEPS = 40
 """The most steps of one search."""
+
+NEAR, NEARER = 1e-3, 1e-5
+"""A search is at its end when a step lowers the error by no more than such a part of it: in the first steps from each start, and
+in the last search. Valleys are narrow: with the former, fits ended in the middle of one."""
 
 MOST_RUNS = 200
 """The most runs of one stack that a fit looks at; of more some are drawn, from every source as many as from any other that has
@@ -309,7 +313,8 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
         told = [row for row in rows if name == "tensor_overlap" or (_staged(row.plan) and len(row.cluster.nodes) > 1)]
         return any(len(devices) > row.plan.context_parallel for row in told for devices in _first_lane(row.plan))
     if name == "ring_step_s":
-        return any(row.cluster.nodes_of(devices) > 1 for row in rows for devices in _first_lane(row.plan))
+        groups = ((row, tensor_groups(devices, row.plan.context_parallel)) for row in rows for devices in _first_lane(row.plan))
+        return any(row.cluster.nodes_of(ranks) > 1 for row, lane in groups for ranks in lane)
     if name == "node_collective_scale":
         return any(len(devices) > 1 and row.cluster.nodes_of(devices) == 1 for row in rows for devices in _first_lane(row.plan))
     if name == "overlap_slowdown":
@@ -376,7 +381,7 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
         robust = weights * np.sign(scaled) * np.sqrt(np.log1p(scaled**2))
         return np.concatenate([robust, (logarithms - middle) / widths * (PRIOR_ERROR / robust_error)])
 
-    def searched(start: Any, steps: int, robust_error: float) -> Any:
+    def searched(start: Any, steps: int, robust_error: float, least_gain: float = NEAR) -> Any:
         return least_squares(
             residuals,
             start,
@@ -384,8 +389,8 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
             bounds=bounds,
             x_scale=widths,
             diff_step=1e-3,
-            xtol=1e-4,
-            ftol=1e-3,
+            xtol=least_gain / 10,
+            ftol=least_gain,
             max_nfev=steps,
         )
 
@@ -402,7 +407,7 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
                 moved[n] = math.log(start)
                 other = searched(moved, FIRST_STEPS, narrow)
                 best = other if other.cost < best.cost else best
-    return searched(best.x, MOST_STEPS, narrow).x
+    return searched(best.x, MOST_STEPS, narrow, NEARER).x
 
 
 def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:

@@ -32,6 +32,7 @@ from partition.drafts import Draft, Settings, stage
 from sim.cost.collectives import across_lanes, between_lanes, collective
 from sim.cost.compute import ComputeCost, TensorCollective
 from sim.cost.network import Network
+from sim.cost.traffic import ring_steps_s
 from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -253,7 +254,8 @@ class Pricing:
         found = self._collective_seconds.get(key)
         if found is None:
             transfer = collective(self.network, inner.kind, devices, inner.num_bytes, inner.count)
-            found = self._collective_seconds[key] = self.network.alone_s(transfer)
+            steps_s = ring_steps_s(self.network, self.cluster.stack, (devices,), (inner,))
+            found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
         return found
 
     def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:

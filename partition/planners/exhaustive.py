@@ -329,7 +329,8 @@ class Bounds:
         self.space, self.cluster, self.job = space, space.cluster, space.job
         self.network = Network(self.cluster)
         self.layers = self.job.model.layers
-        self._software = replace(self.cluster.stack, blocking_messages=False)  # without these it takes less
+        # Without messages that keep stages it takes less.
+        self._software = replace(self.cluster.stack, blocking_messages=False, message_s=0.0)
         self._per_bucket = min(self.layers, -(-BUCKET_PARAMETERS // layer_parameters(self.job.model)))
         self._plan = self._probed(Part(("probe",), 1, False, self.layers, True, True))[0]
         self.stage_s = cache(self._stage_s)

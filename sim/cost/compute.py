@@ -151,7 +151,7 @@ class ComputeCost:
             return OptimizerStep
         start, stop = instruction.layers
         inside, once = self._inside(lane, instruction.layers), self._comes_once(lane, instruction)
-        # Where messages block, the instructions before and after them take longer.
+        # Where messages keep a stage, the instructions before and after them take longer.
         edges = [(edge.peer, edge.sequences) for edge in lane.previous if edge.layer == start]
         edges += [(edge.peer, edge.sequences) for edge in lane.next if edge.layer == stop]
         return instruction.__class__, inside, once, _beside_exchange(lane, instruction), tuple(edges)

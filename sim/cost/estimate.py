@@ -36,7 +36,18 @@ from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network, Transfer, together
 from sim.cost.price import dollars, energy_j
-from sim.cost.traffic import Inner, computing_s, exchange, hidden_shares, inner, inner_scale, message, switch_owners, work
+from sim.cost.traffic import (
+    Inner,
+    computing_s,
+    exchange,
+    hidden_shares,
+    inner,
+    inner_scale,
+    message,
+    ring_steps_s,
+    switch_owners,
+    work,
+)
 from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan, lane_instructions, lanes_of
@@ -242,7 +253,8 @@ class _Folded:
             devices = [self.cluster.device(name) for name in lane.devices]
             key = (
                 tuple([id(device.gpu) for device in devices]),
-                self.cluster.nodes_of(lane.devices),
+                # What steps of rings and messages take beside their transfers depends on the nodes.
+                tuple([self.cluster.nodes_of(group) for group in (lane.devices, *lane.tensor_groups)]),
                 (devices[0].node.intra, *[own.get(device.name) for device in devices]) if self._alone(lane) else None,
                 lane.name in self._owners,
                 lane.sequences[1] - lane.sequences[0],
@@ -835,7 +847,9 @@ class _Timed:
         share = overlapped if group == TENSOR else hidden if group == CONTEXT else 0.0
         wire_s *= self.sharing
         beside_s = share * (wire_s + latency_s)
-        return computing_s(network, cost, lane, instruction), beside_s, (1 - share) * wire_s, (1 - share) * latency_s
+        steps_s = ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction))
+        after_s, late_s = (1 - share) * wire_s, (1 - share) * latency_s + steps_s
+        return computing_s(network, cost, lane, instruction), beside_s, after_s, late_s
 
 
 @dataclass

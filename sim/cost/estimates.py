@@ -100,7 +100,8 @@ class Estimates:
     slowed by what some stretches of time show them to lose, and where exchanges of gradients or parameters meet their rates are
     followed; what messages, exchanges and the collectives inside stages take from one another is left out. Memory is that of
     `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, eager 1F1B, GPipe, ZB-1p or ZB-2p; ZeRO 1, or no
-    gradients to exchange; neither context nor expert parallelism nor offloading) are handed to `Estimate`.
+    gradients to exchange; neither context nor expert parallelism nor offloading; no messages that keep a stage) are handed to
+    `Estimate`.
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:

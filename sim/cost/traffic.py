@@ -7,7 +7,7 @@ ZeRO divides over all of them (as Megatron-LM does).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -44,7 +44,7 @@ Groups = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Work:
-    """What one instruction takes: its computation, the collectives that hide behind it, and those that follow it."""
+    """What one instruction takes: its computation and messages that keep it, collectives that hide behind these, and others."""
 
     seconds: float
     beside: Transfer = NOTHING
@@ -82,8 +82,8 @@ def work(
 
     Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest as
     fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's keys
-    and values: what of their transfer takes longer is exposed. Where messages block, their seconds are in those of the
-    instructions that they come before and after.
+    and values: what of their transfer takes longer is exposed, as is what the steps of rings over nodes take longer. Where
+    messages keep a stage, their seconds are in those of the instructions that they come before and after.
     """
     seconds = computing_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
@@ -93,18 +93,15 @@ def work(
     overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
     after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
+    if steps_s := ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction)):
+        after = replace(after, latency_s=after.latency_s + steps_s)
     return Work(seconds, beside, after)
 
 
 def computing_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> float:
-    """Seconds of an instruction without the collectives inside it: its computation, what rings take longer than their bytes and
-    latencies, and messages that block; see `work`."""
-    seconds, stack = cost.seconds(lane, instruction), cost.stack
-    if isinstance(instruction, OptimizerStep):
-        return seconds
-    if stack.ring_step_s:
-        seconds += _ring_steps_s(network, cost, lane, instruction)
-    if stack.keeps_messages(len(network.cluster.nodes)):
+    """Seconds of an instruction without the collectives inside it: its computation, and messages that keep it; see `work`."""
+    seconds = cost.seconds(lane, instruction)
+    if not isinstance(instruction, OptimizerStep) and cost.stack.keeps_messages(len(network.cluster.nodes)):
         seconds += _blocked_s(network, cost, lane, instruction)
     return seconds
 
@@ -124,31 +121,35 @@ def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s:
 
 
 def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
-    """Seconds that the messages before and after an instruction keep a lane; of those that block, what they take alone."""
+    """Seconds that the messages before and after an instruction keep a lane; of those that block, what they take alone.
+
+    Where lanes on so many nodes are kept, a message is if its sender or its receiver is one.
+    """
     if isinstance(instruction, BackwardWeight):
         return 0.0
     start, stop = instruction.layers
     edges = [edge for edge in lane.previous if edge.layer == start] + [edge for edge in lane.next if edge.layer == stop]
     plan, stack = cost.plan, cost.stack
-    nodes, seconds = len(network.cluster.nodes), 0.0
+    cluster, seconds = network.cluster, 0.0
+    always, spanned = 0 < stack.message_nodes <= len(cluster.nodes), stack.message_lane_nodes
     for edge in edges:
-        peer = cost.lane(edge.peer)
-        spanned = max(network.cluster.nodes_of(devices) for devices in (lane.devices, peer.devices))
-        if 0 < stack.message_nodes <= nodes or 0 < stack.message_lane_nodes <= spanned:
+        if always or (spanned and max(map(cluster.nodes_of, (lane.devices, cost.lane(edge.peer).devices))) >= spanned):
             seconds += stack.message_s
         if stack.blocking_messages:
             sent = SendActivation(0, edge.layer, edge.peer, edge.sequences)
-            seconds += network.alone_s(message(network, plan, lane, peer, sent))
+            seconds += network.alone_s(message(network, plan, lane, cost.lane(edge.peer), sent))
     return seconds
 
 
-def _ring_steps_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
-    """Seconds that the steps of an instruction's tensor-parallel collectives take longer, where they go over several nodes."""
-    ranks = lane.tensor_groups[0]
-    if network.cluster.nodes_of(ranks) < 2:
+def ring_steps_s(network: Network, stack: Stack, groups: Groups, collectives: Iterable[TensorCollective]) -> float:
+    """Seconds more that the steps round a ring take of the collectives of tensor ranks, where a group is on several nodes.
+
+    They are reckoned as for a ring, whatever algorithm moves the bytes.
+    """
+    if not stack.ring_step_s or all(network.cluster.nodes_of(group) < 2 for group in groups):
         return 0.0
-    rounds = sum(one.count * RING_STEPS[one.kind] for one in cost.collectives(lane, instruction) if one.group == "tensor")
-    return cost.stack.ring_step_s * rounds * (len(ranks) - 1)
+    rounds = sum(one.count * RING_STEPS[one.kind] for one in collectives if one.group == "tensor")
+    return stack.ring_step_s * rounds * (len(groups[0]) - 1)
 
 
 def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:

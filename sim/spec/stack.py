@@ -40,20 +40,21 @@ class Stack:
     """Seconds of the host for each kernel and each collective that it launches. A forward or backward takes no less."""
     tensor_host_s: float = 0.0
     """Seconds of the host for each tensor-parallel collective and each rank that takes part, in pipelines of several stages on
-    clusters of several nodes: some stacks take a collective apart there and issue it rank by rank."""
+    clusters of several nodes, whether or not a pipeline is on several: some stacks take a collective apart there and issue it
+    rank by rank."""
     ring_step_s: float = 0.0
-    """Seconds more of each step of a tensor-parallel collective round a ring over several nodes, which nothing hides."""
+    """Seconds more of each step round a ring of a tensor-parallel collective over several nodes; nothing hides them."""
     micro_batch_s: float = 0.0
     """Seconds that each forward and each backward of a stage takes besides its layers: the schedule's bookkeeping, waits for
     messages to be handed over."""
     blocking_messages: bool = False
     """Whether a stage computes nothing while it sends or receives activations and their gradients."""
     message_s: float = 0.0
-    """Seconds more that each message between stages keeps sender and receiver, on clusters of `message_nodes` nodes or more."""
+    """Seconds more that a message between stages keeps its sender and its receiver, where one of the next two figures says so."""
     message_nodes: float = 0.0
-    """The fewest nodes on which messages do; 0: however many there are, they do not."""
+    """On clusters of so many nodes or more all messages keep them; 0: no cluster has so many."""
     message_lane_nodes: float = 0.0
-    """The fewest nodes of a lane whose messages do, on clusters of any size; 0: however many it has, they do not."""
+    """On any cluster the messages to and from lanes on so many nodes or more keep them; 0: no lane has so many."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     node_collective_scale: float = 1.0
@@ -82,7 +83,8 @@ class Stack:
 
     def keeps_messages(self, nodes: int) -> bool:
         """Whether messages on a cluster of so many nodes can keep a sender or a receiver from computing."""
-        return self.blocking_messages or 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
+        some = 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
+        return self.blocking_messages or (self.message_s > 0 and some)
 
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""

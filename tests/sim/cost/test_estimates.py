@@ -111,7 +111,8 @@ STACKS = (
     Stack("overlapping", tensor_overlap=0.4, collective_scale=0.7, overlap_slowdown=0.1, step_s=0.01, micro_batch_s=1e-3),
     Stack("exchanging slowly inside and across nodes", tensor_overlap=0.2, node_collective_scale=0.3, collective_scale=0.6),
     Stack("waiting for its host", host_s=2e-5, tensor_host_s=1e-5, logits_scale=1.3),
-    Stack("keeping messages", message_s=0.3, message_nodes=2, ring_step_s=1e-4),
+    Stack("keeping messages", message_s=0.3, message_nodes=2),
+    Stack("waiting at each step of rings over nodes", ring_step_s=1e-4, tensor_overlap=0.3),
     Stack("keeping more", flash_attention=False, gradient_copy=True, activation_scale=1.17, gradient_bytes=4.0),
 )
 
@@ -135,6 +136,16 @@ def test_it_knows_stacks_and_recomputation(
     assert estimates.iteration_s(chosen) == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-9)
     verdict = estimates.judge(chosen)
     assert isinstance(verdict, Cost) and verdict.peak_bytes == peak_bytes(chosen, cluster)
+
+
+def test_steps_of_rings_over_nodes_are_in_it() -> None:
+    usual, slow = (server_cluster(4, stack=Stack("own", ring_step_s=step_s)) for step_s in (0.0, 1e-4))
+    groups = [tuple(f"n{n}/{i}" for n in (a, a + 1) for i in range(4)) for a in (0, 2)]
+    stages = tuple(Stage((Replica(group, 2),), (cut,)) for group, cut in zip(groups, [(0, 9), (9, 24)], strict=True))
+    chosen = Plan(usual.name, "gpt3-1.3b", 512, 10, (Pipeline(2, 5, stages),), "bf16")
+    fast_s, slow_s = (Estimates(cluster, chosen.job()).iteration_s(chosen) for cluster in (usual, slow))
+    assert slow_s > fast_s + 5 * 15 * 4 * 2 * 7 * 1e-4  # the longer stage alone, for each micro-batch
+    assert slow_s == pytest.approx(simulate(chosen, slow).iteration_s, rel=1e-9)
 
 
 # --- Many plans ------------------------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_steps_of_rings_over_several_nodes_take_longer() -> None:
 
     def more_s(given: Plan, kind: type[Compute], lane: int = 1) -> float:
         instruction = kind(0, compile_plan(given).lanes[lane].layers[0])
-        return taken(given, slow, instruction, lane).seconds - taken(given, usual, instruction, lane).seconds
+        return taken(given, slow, instruction, lane).after.latency_s - taken(given, usual, instruction, lane).after.latency_s
 
     # Of four ranks on two nodes a sum goes round twice in three steps each; each of two layers sums twice, forward and backward.
     across = ["n0/0 n0/1 n1/0 n1/1", "n2/0 n2/1 n3/0 n3/1", "n4/0 n4/1 n5/0 n5/1"]
@@ -405,8 +405,26 @@ def test_steps_of_rings_over_several_nodes_take_longer() -> None:
     # Inside a node there is no such step, nor between context ranks.
     assert more_s(plan(["n0/0 n0/1", "n1/0 n1/1 n1/2 n1/3", "n2/0"], model=model), Forward) == 0
     assert more_s(plan(["n0/0 n1/0", "n2/0 n3/0"], model=model, context_parallel=2), Forward) == 0
-    for given in (whole, parts):
-        assert Estimate(given, slow).iteration_s() == pytest.approx(simulate(given, slow).iteration_s, rel=1e-9)
+    # Of two context ranks one is on two nodes, whichever it is: two ranks, a step each way. Three layers, and the embedding or
+    # three sums of the cross-entropy.
+    turned = ["n0/0 n0/1 n1/0 n2/0", "n3/0 n4/0 n5/0 n5/1"]
+    ranks = plan(turned, model=model, context_parallel=2)
+    assert [more_s(ranks, Forward, lane) for lane in (0, 1)] == pytest.approx([(3 * 2 + 1) * 2 * 0.5, (3 * 2 + 3) * 2 * 0.5])
+    for given in (whole, parts, ranks):
+        assert Estimate(given, slow).iteration_s() == pytest.approx(simulate(given, slow).iteration_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_lanes_whose_steps_go_over_different_nodes_are_not_one(turned: bool) -> None:
+    # Equal GPUs on Ethernet; of one lane the second context rank is on two nodes, of the other the first.
+    cluster = world(6, 2, stack=replace(LOSES_NOTHING, ring_step_s=0.5))
+    gpu = cluster.nodes[0].gpu
+    cluster = replace(cluster, nodes=tuple(replace(node, gpu=gpu) for node in cluster.nodes))
+    lanes = [["n0/0 n0/1 n1/0 n2/0"], ["n3/0 n4/0 n5/0 n5/1"]]
+    given = plan(*(lanes[::-1] if turned else lanes), context_parallel=2)
+    assert Estimate(given, cluster).iteration_s() == pytest.approx(simulate(given, cluster).iteration_s, rel=1e-6)
+    one = plan(["n0/0 n0/1"], ["n1/0 n2/0"])
+    assert Estimate(one, cluster).iteration_s() == pytest.approx(simulate(one, cluster).iteration_s, rel=1e-6)
 
 
 # --- Context parallelism ---------------------------------------------------------------------------------------------
