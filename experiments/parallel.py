@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -62,18 +63,29 @@ def in_processes(
                     progress()
         except KeyboardInterrupt:
             interrupted = True
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            _end(pool, stop)
             for future, i in places.items():
                 if future.done() and not future.cancelled() and future.exception() is None:
                     results[i] = future.result()
         except BrokenProcessPool:
             raise ChildProcessError("a worker process died, perhaps because memory ran out") from None
         except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            _end(pool, stop)
             raise
     return results, interrupted
+
+
+def _end(pool: ProcessPoolExecutor, stop: Any) -> None:
+    """Has all tasks end. Further interrupts say nothing new: one between the event's lock and its release would lock out the
+    workers, and both sides would wait for ever."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
+    try:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, before)
 
 
 def _in_this_process(

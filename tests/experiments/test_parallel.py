@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 
+from experiments.parallel import in_processes
 from tests.experiments.conftest import ROOT
 
 SCRIPT = """
@@ -43,3 +45,21 @@ def test_processes_that_are_interrupted_as_they_import_say_nothing(tmp_path: Pat
     said, told = process.communicate(timeout=60)
     assert (process.returncode, told) == (0, "")
     assert said == "([None, None, None, None], True)\n"
+
+
+def test_a_second_interrupt_while_the_first_is_passed_on_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = Event.set
+
+    def interrupted(event: Event) -> None:
+        with event._cond:  # type: ignore[attr-defined]  # workers ask for it, too
+            os.kill(os.getpid(), signal.SIGINT)
+        tell(event)
+
+    def progress() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Event, "set", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    results, early = in_processes(abs, [-1, -2, -3], processes=2, progress=progress)
+    assert early and set(results) <= {1, 2, 3, None}
+    assert signal.getsignal(signal.SIGINT) is before
