@@ -42,14 +42,11 @@ from sim.spec.counts import (
     PRECISION_BYTES,
     boundary_bytes,
     embedding_parameters,
-    embedding_parameters_at,
     head_parameters,
-    head_parameters_at,
     layer_parameters,
     layer_parameters_at,
     layer_recompute_flop,
     model_flop,
-    tied_copy_parameters_at,
 )
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Verdict
@@ -782,7 +779,7 @@ class _Settings:
         alike, share, ends, layers, *_ = key
         counts = stage.recomputed()
         look = _Look(alike, share, ends, layers, counts["selective"], counts["full"])
-        model, rules = self._model, self._rules
+        rules = self._rules
         degree = len(self._groups.alike_names[look.alike])
         row = [0.0] * self._compiled.LOOK_COLUMNS
         if self._can_divide(degree):
@@ -804,7 +801,7 @@ class _Settings:
                 head_shards=1,
                 communicators=(degree > 1) + (ends != 3),
             )
-            parts = shape_parts(rules, shape)
+            parts, held = shape_parts(rules, shape), rules.parameters(degree)
             logits, logits_gradient = logits_bytes(rules, shape) if head else (0, 0)
             row = [
                 self._whole_s(look, Forward),
@@ -815,10 +812,10 @@ class _Settings:
                 logits,
                 logits_gradient,
                 parts.context,
-                layer_parameters_at(model, degree),
-                embedding_parameters_at(model, degree) if embedding else 0,
-                head_parameters_at(model, degree) if head else 0,
-                tied_copy_parameters_at(model, degree) if head and not embedding else 0,
+                held.layer_undivided,
+                held.embedding if embedding else 0,
+                held.head if head else 0,
+                held.copy if head and not embedding else 0,
                 look.selective,
                 look.full,
                 self._steps_list(look),
@@ -955,12 +952,14 @@ class _Settings:
     def _each_part_s(self, look: _Look, parts: tuple[LayerRange, ...], kind: type[Pass]) -> list[float]:
         """Seconds of each part of a stage's last backward, or of a half of it."""
         known: dict[object, float] = {}  # most layers are alike
-        seconds = []
-        for a, b in parts:
-            key = b - a, min(max(look.full - a, 0), b - a), a == 0, b == look.layers
-            if key not in known:
-                known[key] = self._work_s(look, kind, (a, b))
-            seconds.append(known[key])
+        seconds, full, layers = [], look.full, look.layers
+        for part in parts:
+            a, b = part
+            key = b - a, 0 if full <= a else min(full, b) - a, a == 0, b == layers
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._work_s(look, kind, part)
+            seconds.append(found)
         return seconds
 
 

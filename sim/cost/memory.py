@@ -148,6 +148,19 @@ def count_holders(plan: Plan) -> Holders:
 # --- Parts -----------------------------------------------------------------------------------------------------------
 
 
+class Parameters(NamedTuple):
+    """Parameters on one tensor-parallel rank."""
+
+    layer: int
+    """With its share of the experts of a layer."""
+    layer_undivided: int
+    """With all of them."""
+    embedding: int
+    head: int
+    copy: int
+    """Of the embedding, where it is tied to a head on another stage."""
+
+
 @dataclass(frozen=True)
 class MemoryRules:
     """What all lanes of a plan share."""
@@ -171,6 +184,29 @@ class MemoryRules:
     @cached_property
     def _layer_bytes(self) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
         return {}
+
+    @cached_property
+    def _parameters(self) -> dict[int, Parameters]:
+        return {}
+
+    def parameters(self, tensor_parallel: int) -> Parameters:
+        """Parameters on one of so many tensor-parallel ranks."""
+        found = self._parameters.get(tensor_parallel)
+        if found is None:
+            model = self.transformer
+            found = self._parameters[tensor_parallel] = Parameters(
+                layer_parameters_at(model, tensor_parallel, self.expert_parallel),
+                layer_parameters_at(model, tensor_parallel),
+                embedding_parameters_at(model, tensor_parallel),
+                head_parameters_at(model, tensor_parallel),
+                tied_copy_parameters_at(model, tensor_parallel),
+            )
+        return found
+
+    @cached_property
+    def bucket_layers(self) -> int:
+        """Layers of a bucket, which has one at least."""
+        return -(-BUCKET_PARAMETERS // layer_parameters(self.transformer))
 
     def layer_bytes(self, tensor_parallel: int, sequences: int) -> dict[str, tuple[int, int]]:
         """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back."""
@@ -344,16 +380,15 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     model, degree = rules.transformer, shape.tensor_parallel
     layers = shape.none + shape.selective + shape.full
     software, ranks = rules.stack, rules.context_parallel
-    per_layer = layer_parameters_at(model, degree, rules.expert_parallel)
-    layer_shards = shape.shard * layer_parameters_at(model, degree)
-    ends = (embedding_parameters_at(model, degree), shape.embedding_shards) if shape.embedding else (0, 1)
-    heads = (head_parameters_at(model, degree), shape.head_shards) if shape.head else (0, 1)
-    copies = (tied_copy_parameters_at(model, degree), shape.embedding_shards) if shape.head and not shape.embedding else (0, 1)
-    end_parameters = sum(count for count, _ in (ends, heads, copies))
-    whole = layers * per_layer + end_parameters
-    sharded = layer_shards + sum(count / shards for count, shards in (ends, heads, copies))
-    bucket_layers = -(-BUCKET_PARAMETERS // layer_parameters(model))
-    divided_layers = min(whole, end_parameters + layer_shards + 2 * bucket_layers * per_layer)
+    parameters = rules.parameters(degree)
+    layer_shards = shape.shard * parameters.layer_undivided
+    embedding = parameters.embedding if shape.embedding else 0
+    head = parameters.head if shape.head else 0
+    copy = parameters.copy if shape.head and not shape.embedding else 0
+    end_parameters = embedding + head + copy
+    whole = layers * parameters.layer + end_parameters
+    ends = embedding / shape.embedding_shards + head / shape.head_shards + copy / shape.embedding_shards
+    divided_layers = min(whole, end_parameters + layer_shards + 2 * rules.bucket_layers * parameters.layer)
     counts = {"none": shape.none, "selective": shape.selective, "full": shape.full}
     of_layer = rules.layer_bytes(degree, shape.sequences)
     activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
@@ -371,7 +406,7 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     allocated = MemoryParts(
         parameters=round((divided_layers if rules.zero_stage >= 3 else whole) * rules.element_bytes),
         gradients=round((divided_layers if rules.zero_stage >= 2 else whole) * rules.gradient_bytes),
-        optimizer=round((sharded if rules.zero_stage >= 1 else whole) * rules.state_bytes),
+        optimizer=round((layer_shards + ends if rules.zero_stage >= 1 else whole) * rules.state_bytes),
         activations=activations,
         working=working,
         logits=round(software.logits_scale * (shape.head_in_flight * logits + logits_gradient)),

@@ -155,6 +155,10 @@ are followed no more where no message takes longer or shorter than before by thi
 FOLLOWED = 3500
 """Of more edges and micro-batches than so many messages are not followed one by one, unless it may take any time."""
 
+PERIOD, REPEATS = 8, 1e-12
+"""It is seen every so many steps whether they repeat those before, to this fraction: steps that do so come two by two where
+messages are waited for, in some threes or fours where more stages take turns."""
+
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
 
@@ -469,9 +473,24 @@ def _keep(
 
 
 @compiled
+def _fuller(users: Ints, who: Ints, share: Floats, one: int, other: int) -> bool:
+    """Whether all who use one link use as much or more of another one."""
+    at, end = users[other], users[other + 1]
+    for i in range(users[one], users[one + 1]):
+        while at < end and who[at] < who[i]:
+            at += 1
+        if at == end or who[at] != who[i] or share[at] < share[i] * (1 - 1e-12):
+            return False
+    return True
+
+
+@compiled
 def _by_link(links: int, rows: Ints, first: Ints, link: Ints, part: Floats) -> tuple[Ints, Ints, Floats]:
     """Some transfers, given by their rows (or -1), turned round: of each link that they could fill together, who uses it, and its
-    share."""
+    share.
+
+    A link has no users here if they all use as much or more of another one, which is full before it.
+    """
     total, users = np.zeros(links), np.zeros(links + 1, np.int64)
     for row in rows:
         if row < 0:
@@ -494,7 +513,24 @@ def _by_link(links: int, rows: Ints, first: Ints, link: Ints, part: Floats) -> t
             if placed[here] < users[here + 1]:
                 who[placed[here]], share[placed[here]] = number, part[i]
                 placed[here] += 1
-    return users, who, share
+    stays = np.zeros(links, np.bool_)
+    for k in range(links):
+        if users[k] == users[k + 1]:
+            continue
+        stays[k], row = True, rows[who[users[k]]]
+        for i in range(first[row], first[row + 1]):
+            other = link[i]
+            if other != k and _fuller(users, who, share, k, other) and (other < k or not _fuller(users, who, share, other, k)):
+                stays[k] = False
+                break
+    kept = begin = 0
+    for k in range(links):
+        end = users[k + 1]
+        if stays[k]:
+            who[kept : kept + end - begin], share[kept : kept + end - begin] = who[begin:end], share[begin:end]
+            kept += end - begin
+        begin, users[k + 1] = end, kept
+    return users, who[:kept], share[:kept]
 
 
 @compiled
@@ -551,6 +587,38 @@ def _last_backward(
 
 
 @compiled
+def _repeats(
+    later_s: float,
+    now: Floats,
+    before: Floats,
+    lanes: Ints,
+    begin: int,
+    end: int,
+    step: int,
+    warm_up: Ints,
+    edge_first: Ints,
+    edge_to: Ints,
+    flow_at: Ints,
+    sent_s: Floats,
+) -> bool:
+    """Whether all that decides the next steps of `_course` is later by so many seconds than it was a period before."""
+    within_s = REPEATS * later_s
+    for lane in range(begin, end):
+        here = lane - begin
+        if abs(now[here] - before[here] - later_s) > within_s:
+            return False
+        for e in range(edge_first[lane], edge_first[lane + 1]):
+            sent = flow_at[e] + step - 1
+            if abs(sent_s[0, sent] - sent_s[0, sent - PERIOD] - later_s) > within_s:
+                return False
+            # Of the messages back those that have not been received yet.
+            for back in range(sent - warm_up[here], sent - warm_up[edge_to[e] - begin]):
+                if abs(sent_s[1, back] - sent_s[1, back - PERIOD] - later_s) > within_s:
+                    return False
+    return True
+
+
+@compiled
 def _course(
     look: Floats,
     part_first: Ints,
@@ -566,6 +634,7 @@ def _course(
     depth: int,
     micro_batches: int,
     edge_first: Ints,
+    edge_to: Ints,
     entering_first: Ints,
     entering: Ints,
     wire_s: Floats,
@@ -579,85 +648,85 @@ def _course(
     """Follows the lanes `begin` to `end`, of one pipeline, up to the end of their last backwards.
 
     Edges are the pairs of lanes between which messages go, `wire_s[0, e]` and back `wire_s[1, e]`; `sent_s` gets the moments at
-    which each message is sent. Lanes take turns, down the pipeline and up again, each as far as what it needs has been sent.
+    which each message is sent. In step m each lane does its backward before forward m, the last stages first, and then that
+    forward, the first stages first: whatever a pass waits for is known then. Once all moments are later than those some steps
+    before by the same, so they are as long as there are forwards, and those steps are not followed.
     Where backwards come in `halves`, so many weight halves are put off to the end as `sim.spec.schedules` says of zero bubble.
     """
-    low, high = edge_first[begin], edge_first[end]
-    sent = np.zeros((2, high - low), np.int64)
-    forwards, backwards = np.zeros(end - begin, np.int64), np.zeros(end - begin, np.int64)
-    now = np.zeros(end - begin)
-    left, turns = end - begin, 0
-    while left:
-        for i in range(end - begin):
-            lane = begin + i if turns % 2 == 0 else end - 1 - i
-            here = lane - begin
-            ahead, behind = forwards[here], backwards[here]
-            if behind == micro_batches:
+    count, longest = end - begin, 0
+    now, before = np.zeros(count), np.zeros(count)
+    warm_up, put_off, weight_s = np.empty(count, np.int64), np.zeros(count, np.int64), np.empty(count)
+    for here in range(count):
+        place = lanes[begin + here, PLACE]
+        warm_up[here] = min(eagerness * (depth - 1 - place), micro_batches) if eagerness else micro_batches
+        longest = max(longest, warm_up[here])
+        weight_s[here] = look[lanes[begin + here, LOOK], WEIGHT_S]
+        if halves:
+            put_off[here] = eagerness * place
+    # From then on all lanes do the same in each step, as long as there are forwards.
+    steady = longest + 1 + (eagerness * depth if halves else 0)
+    step = 0
+    while step <= micro_batches + longest:
+        if step >= steady and (step - steady) % PERIOD == 0 and step + PERIOD < micro_batches:
+            if step > steady:
+                later_s = now[0] - before[0]
+                if _repeats(later_s, now, before, lanes, begin, end, step, warm_up, edge_first, edge_to, flow_at, sent_s):
+                    skipped = (micro_batches - step) // PERIOD * PERIOD
+                    for here in range(count):
+                        now[here] += skipped // PERIOD * later_s
+                        for e in range(edge_first[begin + here], edge_first[begin + here + 1]):
+                            there = flow_at[e] + step
+                            back = there - 1 - warm_up[edge_to[e] - begin]
+                            for k in range(skipped):
+                                sent_s[0, there + k] = sent_s[0, there + k - PERIOD] + later_s
+                                sent_s[1, back + k] = sent_s[1, back + k - PERIOD] + later_s
+                    step += skipped
+                    steady = micro_batches  # what is left is less than a period
+            before[:] = now
+        for here in range(count - 1, -1, -1):
+            lane, m = begin + here, step - 1 - warm_up[here]
+            if m < 0 or m >= micro_batches:
                 continue
-            looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            forward_s, backward_s = forwards_s[lane], backwards_s[lane]
-            warm_up = eagerness * (depth - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
-            weight_s, put_off = look[looks, WEIGHT_S], eagerness * lanes[lane, PLACE] if halves else 0
             time = now[here]
-            while behind < micro_batches:
-                # After the warm-up one forward and one backward in turn, as `sim.spec.schedules` says.
-                forward = ahead < micro_batches and ahead - behind <= warm_up
-                m = ahead if forward else behind
-                ready = True
-                if forward:
-                    for k in range(entering_first[lane], entering_first[lane + 1]):
-                        e = entering[k]
-                        if sent[0, e - low] <= m:
-                            ready = False
-                            break
-                        time = max(time, sent_s[0, flow_at[e] + m] + latency_s[0, e])
-                    if not ready:
-                        break
-                    time += forward_s
-                    for e in range(edge_first[lane], edge_first[lane + 1]):
-                        flow = flow_at[e] + m
-                        free = time if m == 0 else max(time, sent_s[0, flow - 1])
-                        sent_s[0, flow] = free + wire_s[0, e]
-                        sent[0, e - low] = m + 1
-                    ahead += 1
-                else:
-                    for e in range(edge_first[lane], edge_first[lane + 1]):
-                        if sent[1, e - low] <= m:
-                            ready = False
-                            break
-                        time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
-                    if not ready:
-                        break
-                    if m == micro_batches - 1:
-                        put_off_s = min(put_off, m) * weight_s
-                        sent_now, time = _last_backward(
-                            time,
-                            parts,
-                            part_first,
-                            part_s,
-                            input_s,
-                            halves,
-                            backward_s,
-                            weight_s,
-                            put_off_s,
-                            part_end,
-                            part_at[lane],
-                        )
-                    else:
-                        sent_now = time + backward_s
-                        time = sent_now + (weight_s if halves and m >= put_off else 0.0)
-                    for k in range(entering_first[lane], entering_first[lane + 1]):
-                        e = entering[k]
-                        flow = flow_at[e] + m
-                        free = sent_now if m == 0 else max(sent_now, sent_s[1, flow - 1])
-                        sent_s[1, flow] = free + wire_s[1, e]
-                        sent[1, e - low] = m + 1
-                    behind += 1
-            left -= behind == micro_batches
-            forwards[here], backwards[here], now[here] = ahead, behind, time
-        turns += 1
-    for lane in range(begin, end):
-        back_end[lane] = now[lane - begin]
+            for e in range(edge_first[lane], edge_first[lane + 1]):
+                time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
+            if m == micro_batches - 1:
+                sent_now, time = _last_backward(
+                    time,
+                    lanes[lane, PARTS],
+                    part_first,
+                    part_s,
+                    input_s,
+                    halves,
+                    backwards_s[lane],
+                    weight_s[here],
+                    min(put_off[here], m) * weight_s[here],
+                    part_end,
+                    part_at[lane],
+                )
+            else:
+                sent_now = time + backwards_s[lane]
+                time = sent_now + (weight_s[here] if halves and m >= put_off[here] else 0.0)
+            now[here] = time
+            for k in range(entering_first[lane], entering_first[lane + 1]):
+                e = entering[k]
+                flow = flow_at[e] + m
+                free = sent_now if m == 0 else max(sent_now, sent_s[1, flow - 1])
+                sent_s[1, flow] = free + wire_s[1, e]
+        if step < micro_batches:
+            for here in range(count):
+                lane, time = begin + here, now[here]
+                for k in range(entering_first[lane], entering_first[lane + 1]):
+                    e = entering[k]
+                    time = max(time, sent_s[0, flow_at[e] + step] + latency_s[0, e])
+                time += forwards_s[lane]
+                now[here] = time
+                for e in range(edge_first[lane], edge_first[lane + 1]):
+                    flow = flow_at[e] + step
+                    free = time if step == 0 else max(time, sent_s[0, flow - 1])
+                    sent_s[0, flow] = free + wire_s[0, e]
+        step += 1
+    back_end[begin:end] = now
 
 
 @compiled
@@ -1618,6 +1687,7 @@ def evaluate(
                 pipelines[p, 1],
                 pipelines[p, 2],
                 edge_first,
+                edge_to,
                 entering_first,
                 entering,
                 longer_s,

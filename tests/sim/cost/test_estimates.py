@@ -50,6 +50,32 @@ def test_where_nothing_is_contended_it_is_the_simulation(world: tuple[Cluster, P
     assert found_s == pytest.approx(simulated_s, rel=0.5 if watched.contended else 1e-9)
 
 
+@given(
+    schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
+    layers=st.lists(st.integers(1, 5), min_size=2, max_size=5),
+    kinds=st.lists(st.sampled_from(("A100-80GB-SXM", "T4-16GB", "RTX4090")), min_size=5, max_size=5),
+    latency_s=st.sampled_from((0.0, 1e-4, 2e-3, 2e-2)),
+    micro_batches=st.integers(1, 150),
+    twins=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+@settings(max_examples=60)
+def test_long_schedules_take_what_the_simulation_says(
+    schedule: str, layers: list[int], kinds: list[str], latency_s: float, micro_batches: int, twins: list[bool]
+) -> None:
+    # Their steps repeat at some time, soon or late, or two by two. Messages are so fast that it does not matter which meet.
+    nodes = tuple(Node(f"n{i}", gpu_kind(kind), 2, Intra("nvlink", 24e9), Nic("ethernet", 1e15)) for i, kind in enumerate(kinds))
+    cluster = Cluster("unlike", nodes, Fabric(latency_s=latency_s))
+    cuts = [sum(layers[:s]) for s in range(len(layers) + 1)]
+    made = []
+    for s, cut in enumerate(pairwise(cuts)):
+        replicas = [Replica((f"n{s}/{k}",), 1) for k in range(2)] if twins[s] else [Replica((f"n{s}/0",), 2)]
+        made.append(Stage(tuple(replicas), (cut,)))
+    model = Transformer("small", layers=cuts[-1], hidden=256, ffn=1024, heads=8, vocab=96)
+    pipelines = (Pipeline(2, micro_batches, tuple(made)),)
+    chosen = Plan(cluster.name, model, 128, 2 * micro_batches, pipelines, "fp16", schedule, zero_stage=1)
+    assert Estimates(cluster, chosen.job()).iteration_s(chosen) == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-6)
+
+
 def by_gloo(cluster: Cluster, latencies_s: tuple[float, float]) -> Cluster:
     """The cluster with kinds whose data gloo moves, and further latencies out of its first and into its last node."""
     nodes = tuple(replace(node, gpu=replace(node.gpu, name=f"CPU-{node.gpu.name}", aliases=())) for node in cluster.nodes)
