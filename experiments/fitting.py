@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,9 @@ FEW_ERROR, MANY_RUNS = 0.3, 20
 WIDE_ERROR = 1.0
 """In the first steps of some searches: errors below this count squared, so that no run is given up before it was tried."""
 
-MOST_INSTRUCTIONS = 20_000
-"""The largest program of a run that a fit looks at, where it has FEWEST_RUNS without it."""
+MOST_INSTRUCTIONS = 600_000
+"""The most instructions of the runs that a fit looks at, the smallest first, where it has FEWEST_RUNS within them. Of each run
+those of one pipeline count: estimates follow one of those that are alike."""
 
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
@@ -222,9 +223,10 @@ def fit_stack(task: Task) -> FittedStack:
     usable = [row for row in found if isinstance(row, Modelled)]
     usable = [replace(row, cluster=task.constants.applied(row.cluster)) for row in usable]
     usable = drawn(usable, MOST_RUNS, task.seed)
-    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: instruction_estimate(row.plan))
-    small = sum(instruction_estimate(row.plan) <= MOST_INSTRUCTIONS for row in timed)
-    timed = timed[: max(small, FEWEST_RUNS)]
+    sizes = {row.run.id: instruction_estimate(row.plan) / len(row.plan.pipelines) for row in usable}
+    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: sizes[row.run.id])
+    within = sum(total <= MOST_INSTRUCTIONS for total in accumulate(sizes[row.run.id] for row in timed))
+    timed = timed[: max(within, FEWEST_RUNS)]
     stack, factors, count, time_error = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
     stack, weighed, memory_error = _fit_bytes(stack, usable, out_of_memory)

@@ -156,8 +156,8 @@ FOLLOWED = 3500
 """Of more edges and micro-batches than so many messages are not followed one by one, unless it may take any time."""
 
 PERIOD, REPEATS = 8, 1e-12
-"""It is seen every so many steps whether they repeat those before, to this fraction: steps that do so come two by two where
-messages are waited for, in some threes or fours where more stages take turns."""
+"""Every so many steps it is seen whether they repeat as many before them, to this fraction. Where stages wait for messages,
+steps come two by two or in fours; those that come in threes are all followed."""
 
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
