@@ -189,7 +189,7 @@ class ComputeCost:
     def lane(self, name: str) -> Lane:
         """The plan's lane of this name, without instructions."""
         if not self._lanes:
-            self._lanes = {lane.name: lane for lane in lanes_of(self.plan)[0]}
+            self._lanes.update((lane.name, lane) for lane in lanes_of(self.plan)[0])  # also of those that share them
         return self._lanes[name]
 
     def _kinds(self, lane: Lane) -> tuple[GpuKind, ...]:
