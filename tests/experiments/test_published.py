@@ -447,6 +447,17 @@ def test_exceptions_hold_for_their_rows() -> None:
     assert stacks == {"nemo": 84, "maxtext": 14}  # nine rows of MaxText and five of PaxML
     aleph = Counter(ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "aleph")
     assert aleph == {"aleph-megatron": 76, "aleph-megatron-rms": 50, "aleph-megatron-unfused": 15}  # by the kernel in their notes
+    titan = Counter(
+        ASSUMED.of(run).stack for run in RUNS.values() if run.source_key == "torchtitan" and "row" in (run.precision or "")
+    )
+    assert titan == {"torchtitan-rowwise": 4}  # by how many scales their float8 has
+
+
+def test_nemo_sums_gradients_in_the_training_precision() -> None:
+    def of(framework: str) -> str:
+        return made(replace(SMALL, source_key="nobody", framework=framework)).plan.gradient_precision
+
+    assert (of("NeMo 25.02"), of("Megatron-Bridge"), of("Megatron-Core")) == ("bf16", "bf16", "fp32")
 
 
 def test_a_source_may_have_steps_of_its_own_between_nodes(tmp_path: Path) -> None:
