@@ -37,7 +37,7 @@ from sim.cost.network import Network
 from sim.cost.price import dollars
 from sim.cost.traffic import work
 from sim.spec.cluster import Cluster, Device
-from sim.spec.compile import BUCKET_PARAMETERS, common_refinement
+from sim.spec.compile import common_refinement
 from sim.spec.counts import (
     PRECISION_BYTES,
     boundary_bytes,
@@ -561,8 +561,8 @@ class _Settings:
         self._halves = SCHEDULES[plan.schedule].splits_backward
         self._sequence_length = plan.sequence_length if plan.sequence_parallel else 0
         self._overlap, self._model = plan.overlap_gradients, model
-        self._per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(model)))
         self._rules = rules_of(plan, stack)
+        self._per_bucket = self._rules.bucket_layers
         element_bytes, gradient_bytes = PRECISION_BYTES[plan.precision], PRECISION_BYTES[plan.gradient_precision]
         per_layer, embedding, head = layer_parameters(model), embedding_parameters(model), head_parameters(model)
         self.sizes = compiled.Sizes(
