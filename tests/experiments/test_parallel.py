@@ -42,7 +42,7 @@ def test_processes_that_are_interrupted_as_they_import_say_nothing(tmp_path: Pat
     )
     assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == 2 * ["importing\n"]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    said, told = process.communicate(timeout=60)
+    said, told = process.communicate(timeout=240)
     assert (process.returncode, told) == (0, "")
     assert said == "([None, None, None, None], True)\n"
 

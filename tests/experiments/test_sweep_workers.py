@@ -125,7 +125,7 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
         finally:
             # kill -9 ends the process that it names, Ctrl-C reaches all processes of a terminal.
             (os.kill if how == signal.SIGKILL else os.killpg)(process.pid, how)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=240)
         now = finished_seeds(out)
         assert now[: len(before)] == before and enough <= len(now) < count
         wait_for(lambda: session_is_empty(process.pid), 30)  # noqa: B023 - no process is left behind
@@ -137,7 +137,7 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
     ]
     world.write("go", "")
     process = begin("sweep", path, "--out", out, "--processes", 2)
-    said, told = process.communicate(timeout=120)
+    said, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     assert f"{len(before)} of {count} runs were finished before" in said
     after = finished_seeds(out)
@@ -149,7 +149,7 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
 def test_a_run_that_kills_its_process_is_a_row_and_the_others_are_finished(world: World) -> None:
     count, out = 4, world.folder / "out"
     process = begin("sweep", sweep_file(world, count, 0.0, fatal=2), "--out", out, "--processes", 2)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     lines = [json.loads(line) for line in (out / JOURNAL).read_text().splitlines()[1:]]
     errors = {line["seed"]: line["error"] for line in lines}
@@ -174,7 +174,7 @@ def test_an_address_where_no_ray_answers_is_one_line_within_ten_seconds(world: W
     out = world.folder / "out"
     began = time.monotonic()
     process = begin("sweep", sweep_file(world, 2, 0.0), "--out", out, "--on", f"ray://127.0.0.1:{free_port()}")
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == 2 and told.count("\n") == 1 and "no Ray cluster answers at ray://127.0.0.1" in told
     assert time.monotonic() - began < 30  # Ray by itself waits so long, and Python begins before; some 8 s on an idle machine
     assert finished_seeds(out) == []

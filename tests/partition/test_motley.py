@@ -227,7 +227,7 @@ def test_ctrl_c_during_descents_returns_the_best_that_their_processes_have_judge
     )
     assert process.stdout is not None and process.stdout.readline() == "judged\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=240)
     assert (process.returncode, errors, said) == (0, "", "interrupted True True\n")
     with pytest.raises(ProcessLookupError):  # none of its processes is left
         os.killpg(process.pid, 0)

@@ -106,6 +106,6 @@ def test_ctrl_c_ends_processes_that_say_nothing() -> None:
         text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells have ignored in the background
-        timeout=60,
+        timeout=240,
     )
     assert (process.returncode, process.stdout, process.stderr) == (0, "interrupted []\n", "")

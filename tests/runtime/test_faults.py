@@ -128,7 +128,7 @@ def workers_of(parent: int) -> list[int]:
 
 def ended(process: subprocess.Popen[str], workers: list[int]) -> tuple[int, str]:
     """The exit code and the errors of a run, of which no worker is left."""
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert not any(is_running(worker) for worker in workers)
     return process.returncode, errors
 
@@ -214,7 +214,7 @@ def losses(out: str) -> list[str]:
 def test_the_lines_for_several_nodes_train_as_one_machine_does(runs: Runs) -> None:
     runs.plan.write_text(json.dumps(plan_table("b/0", "a/1", "a/0")))
     settings = runs.settings(3)
-    here = runs.start(settings).communicate(timeout=120)[0]
+    here = runs.start(settings).communicate(timeout=240)[0]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -223,7 +223,7 @@ def test_the_lines_for_several_nodes_train_as_one_machine_does(runs: Runs) -> No
         runs.start_words([sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]], GLOO_SOCKET_IFNAME="lo")
         for _, line in lines
     ]
-    told = [process.communicate(timeout=120) for process in started]
+    told = [process.communicate(timeout=240) for process in started]
     assert [process.returncode for process in started] == [0, 0], told
     assert len(losses(here)) == 3 and losses(told[0][0]) == losses(here) and losses(told[1][0]) == []
 
@@ -237,7 +237,7 @@ def test_workers_that_were_told_different_things_end_before_they_train(runs: Run
         words = [sys.executable, "-m", "runtime", str(runs.plan), *arguments(runs.settings(2, seed=seed))]
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         started.append(runs.start_words(words, None, **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
-    ended = [process.communicate(timeout=60) for process in started]
+    ended = [process.communicate(timeout=240) for process in started]
     assert [process.returncode for process in started] == [2, 2]
     assert ended[0][1] == "motley: error: rank 1 was started with another seed than rank 0: 4, and not 3\n"
     assert "step" not in ended[0][0]

@@ -191,7 +191,7 @@ def test_torchrun_gives_the_workers_of_uneven_nodes_the_ranks_and_words_of_the_p
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:at], str(script), *words[at + 2 :]]
         started.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        told = [process.communicate(timeout=60) for process in started]
+        told = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -432,7 +432,7 @@ def test_a_launching_process_that_is_told_to_end_ends_its_workers_first(
     number: signal.Signals, code: int, launcher: Launcher, parent: subprocess.Popen[str]
 ) -> None:
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=20)
+    _, errors = parent.communicate(timeout=240)
     assert not any(is_running(pid) for pid in launcher.pids())
     # Python itself ends a process that does not catch KeyboardInterrupt by the signal, after a traceback of it.
     assert (parent.returncode, errors) == (code, "") or (number == signal.SIGINT and parent.returncode == -signal.SIGINT)

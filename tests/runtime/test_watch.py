@@ -260,7 +260,7 @@ class Process:
 
     def ended(self) -> tuple[int, str]:
         """Its exit code and its errors, when it has ended by itself."""
-        _, errors = self.running.communicate(timeout=30)
+        _, errors = self.running.communicate(timeout=240)
         return self.running.returncode, errors
 
     def close(self) -> None:
