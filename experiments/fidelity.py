@@ -24,7 +24,7 @@ from experiments.agreement import (
     summary,
 )
 from experiments.constants import Constants
-from experiments.parallel import in_processes
+from experiments.parallel import check_interrupt, in_processes
 from experiments.published import Modelled, NotModelled, Run, modelled, read_assumptions
 from sim.collector import garbage_collector_paused
 from sim.cost.estimate import Estimate
@@ -104,6 +104,7 @@ def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, 
     network = _network(world.cluster, constants)
     cluster = network.cluster
     for plan in world.candidates:
+        check_interrupt()
         try:
             reason = infeasible(plan, cluster)
             # What was run did fit, whatever is said of its memory; of that, other figures tell.
