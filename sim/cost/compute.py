@@ -104,7 +104,7 @@ class ComputeCost:
         """The same with other kinds and another stack than the cluster's, where given; what does not depend on them is kept."""
         other = ComputeCost(self.plan, self.cluster, kinds, stack)
         other._collectives, other._lanes, other._expert_groups = self._collectives, self._lanes, self._expert_groups
-        other._holders = self._holders
+        other._holders = self._held()
         return other
 
     def seconds(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
@@ -191,6 +191,12 @@ class ComputeCost:
         if not self._lanes:
             self._lanes.update((lane.name, lane) for lane in lanes_of(self.plan)[0])  # also of those that share them
         return self._lanes[name]
+
+    def _held(self) -> Holders:
+        """How many lanes hold each part of the model."""
+        if self._holders is None:
+            self._holders = count_holders(self.plan)
+        return self._holders
 
     def _kinds(self, lane: Lane) -> tuple[GpuKind, ...]:
         """The kinds of a lane's devices at their speeds, each once."""
@@ -282,9 +288,7 @@ class ComputeCost:
     def _optimizer_s(self, lane: Lane) -> float:
         """Seconds of the optimizer step over the lane's parameters, or over its shard of them where ZeRO divides the states."""
         plan, model, degree = self.plan, self.plan.transformer, lane.tensor_parallel
-        if self._holders is None:
-            self._holders = count_holders(plan)
-        held, sharded = self._holders, plan.zero_stage >= 1
+        held, sharded = self._held(), plan.zero_stage >= 1
         if sharded:
             parameters = held.shard(lane.layers) * layer_parameters_at(model, degree)
         else:

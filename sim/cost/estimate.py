@@ -864,6 +864,17 @@ class _Timing:
     """By number of work: the seconds in which it waits for its collectives."""
 
 
+class _Answer(NamedTuple):
+    """What the seconds of an iteration were found with."""
+
+    chain: _Chain
+    timing: _Timing
+    further: Sequence[float] | None
+    """What each link took longer because of others that shared its wires, where any did."""
+    times: int
+    """How many times more what repeats itself is repeated."""
+
+
 class Estimate:
     """What an iteration of a plan takes on a cluster, asked again and again with other constants.
 
@@ -1026,8 +1037,8 @@ class Estimate:
         """Seconds of one iteration, with other GPU kinds (by name) and another software stack than the cluster's, if given."""
         return self._answer(kinds, stack)[0]
 
-    def _answer(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> tuple[float, list[float]]:
-        """Seconds of an iteration, and the busy seconds of every group's lane."""
+    def _answer(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> tuple[float, _Answer]:
+        """Seconds of an iteration, and what they were found with."""
         micro_batches = self.plan.pipelines[0].micro_batches
         while self._short is not None:
             chain = self._chain(self._short)
@@ -1037,14 +1048,14 @@ class Estimate:
             found = _steady(chain, ends, micro_batches - self._short, SETTLED if further is None else SETTLED_SLOWED)
             if found is not None:
                 longer_s, times = found
-                return _last_s(chain, ends) + longer_s, self._busy(chain, timing, further, times)
+                return _last_s(chain, ends) + longer_s, _Answer(chain, timing, further, times)
             # What has not settled in twice as many seldom does.
             self._short = self._fewer(2 * self._short) if self._short == self._first else None
         chain = self._chain(None)
         timing = self._timing(kinds, stack)
         ends, further = self._ends(chain, timing)
         self.contended = further is not None
-        return _last_s(chain, ends), self._busy(chain, timing, further, 0)
+        return _last_s(chain, ends), _Answer(chain, timing, further, 0)
 
     def _timing(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> _Timing:
         """The seconds of everything that has been laid out."""
@@ -1080,8 +1091,9 @@ class Estimate:
         followed_s = chain.meetings.followed_s(ends, timing.wires, lost_s)
         return chain.lengthened_ends_s(timing.durations, followed_s), followed_s
 
-    def _busy(self, chain: _Chain, timing: _Timing, further: Sequence[float] | None, times: int) -> list[float]:
-        """Busy seconds of every group's lane, where what repeats itself is repeated that many times more."""
+    def _busy(self, answer: _Answer) -> list[float]:
+        """Busy seconds of every group's lane."""
+        chain, timing, further, times = answer
         last, links, _, _ = chain.period or (0, 0, 0, 0)
         found = []
         for steps in chain.steps:
@@ -1096,13 +1108,13 @@ class Estimate:
     def cost(self) -> Cost:
         """The verdict of the plan. Raises InputError for an iteration that takes no time."""
         plan, cluster = self.plan, self.cluster
-        iteration_s, busy = self._answer(None, None)
+        iteration_s, answer = self._answer(None, None)
         if not iteration_s > 0:
             raise InputError(f"an iteration takes more than 0 s, but that of {cluster.name!r} has {iteration_s!r} s")
         flop = model_flop(plan.transformer, plan.global_batch, plan.sequence_length)
         peak = cluster.peak_flop_per_s(plan.precision)
         peak_used = cluster.peak_flop_per_s(plan.precision, plan.devices)
-        lanes = self.folded.lanes
+        lanes, busy = self.folded.lanes, self._busy(answer)
         busy_s = {
             device: seconds
             for group, seconds in zip(self.folded.groups, busy, strict=True)

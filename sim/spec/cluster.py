@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -280,9 +280,16 @@ class Cluster:
     def _by_name(self) -> Mapping[str, Device]:
         return {device.name: device for device in self.devices}
 
-    def nodes_of(self, devices: Iterable[str]) -> int:
-        """How many nodes some devices are on."""
-        return len({self.device(name).node.name for name in devices})
+    @cached_property
+    def _node_of(self) -> Mapping[str, str]:
+        return {device.name: device.node.name for device in self.devices}
+
+    def nodes_of(self, devices: Sequence[str]) -> int:
+        """How many nodes some devices are on. Raises InputError where there is no such device."""
+        try:
+            return len({self._node_of[name] for name in devices})
+        except KeyError:
+            return len({self.device(name).node.name for name in devices})
 
     def device(self, name: str) -> Device:
         """The GPU of this name. Raises InputError where there is none."""
