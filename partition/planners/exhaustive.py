@@ -42,8 +42,8 @@ from sim.cost.estimate import estimation
 from sim.cost.memory import lane_parts
 from sim.cost.network import Network
 from sim.cost.traffic import exchange, work
-from sim.spec.compile import BUCKET_PARAMETERS, lanes_of
-from sim.spec.counts import PRECISION_BYTES, boundary_bytes, layer_parameters
+from sim.spec.compile import bucket_layers, lanes_of
+from sim.spec.counts import PRECISION_BYTES, boundary_bytes
 from sim.spec.judge import Cost
 from sim.spec.plan import LayerRange, Pipeline, Plan
 from sim.spec.program import Backward, Forward, GatherParameters, Lane, OptimizerStep, ReduceGradients
@@ -331,7 +331,7 @@ class Bounds:
         self.layers = self.job.model.layers
         # Without messages that keep stages it takes less.
         self._software = replace(self.cluster.stack, blocking_messages=False, message_s=0.0)
-        self._per_bucket = min(self.layers, -(-BUCKET_PARAMETERS // layer_parameters(self.job.model)))
+        self._per_bucket = min(self.layers, bucket_layers(self.job.model))
         self._plan = self._probed(Part(("probe",), 1, False, self.layers, True, True))[0]
         self.stage_s = cache(self._stage_s)
         self.optimizer_s = cache(self._optimizer_s)

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sim.spec.cluster import Cluster
-from sim.spec.compile import BUCKET_PARAMETERS
+from sim.spec.compile import bucket_layers
 from sim.spec.counts import (
     PRECISION_BYTES,
     RECOMPUTE,
@@ -30,7 +30,6 @@ from sim.spec.counts import (
     head_parameters_at,
     key_value_bytes,
     layer_activation_bytes,
-    layer_parameters,
     layer_parameters_at,
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
@@ -206,7 +205,7 @@ class MemoryRules:
     @cached_property
     def bucket_layers(self) -> int:
         """Layers of a bucket, which has one at least."""
-        return -(-BUCKET_PARAMETERS // layer_parameters(self.transformer))
+        return bucket_layers(self.transformer)
 
     def layer_bytes(self, tensor_parallel: int, sequences: int) -> dict[str, tuple[int, int]]:
         """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back."""

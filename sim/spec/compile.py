@@ -119,7 +119,7 @@ def instruction_estimate(plan: Plan) -> int:
 
     Never too few of the others. Uneven replicas may have fewer messages than is assumed here.
     """
-    per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(plan.transformer)))
+    per_bucket = bucket_layers(plan.transformer)
     halves = 2 if SCHEDULES[plan.schedule].splits_backward else 1
     total = 0
     for pipeline in plan.pipelines:
@@ -212,6 +212,11 @@ def holders(lanes: list[Lane], layers: LayerRange, transformer: Transformer) -> 
     return [lane for lane in lanes if lane.head]
 
 
+def bucket_layers(transformer: Transformer) -> int:
+    """Layers of a gradient bucket that overlaps the backward: the fewest, one at least, of BUCKET_PARAMETERS."""
+    return -(-BUCKET_PARAMETERS // layer_parameters(transformer))
+
+
 def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
     """The lanes with the layer ranges in which their gradients are reduced, and how their backwards are split for it.
 
@@ -220,9 +225,7 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
     every micro-batch, so that no more than a bucket or two of them is ever whole. Each bucket has at least
     BUCKET_PARAMETERS, but for the first layers of a range, which get what is left.
     """
-    transformer = plan.transformer
-    cuts = Counter(lane.layers for lane in lanes)
-    per_bucket = max(1, -(-BUCKET_PARAMETERS // layer_parameters(transformer)))
+    cuts, per_bucket = Counter(lane.layers for lane in lanes), bucket_layers(plan.transformer)
     buckets: list[LayerRange] = []
     for start, stop in common_refinement([r for cut in cuts for r in cut]):
         copies = sum(count for cut, count in cuts.items() if any(a <= start and stop <= b for a, b in cut))
