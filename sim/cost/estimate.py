@@ -813,6 +813,10 @@ TENSOR, CONTEXT = 0, 1
 """Places in `Inner`."""
 
 
+GROUPS = 4
+"""With several chunks a stage, what pipelines do seldom repeats itself in fewer groups of `depth` micro-batches than these."""
+
+
 class _Timed:
     """Some work of a lane that stands for others: the number of its duration, and what is known of its collectives."""
 
@@ -919,9 +923,10 @@ class Estimate:
 
     def _first_micro_batches(self) -> int | None:
         """Of how many micro-batches the chain is first laid out; None: of all."""
-        if len({pipeline.micro_batches for pipeline in self.plan.pipelines}) > 1:
+        pipelines = self.plan.pipelines
+        if len({pipeline.micro_batches for pipeline in pipelines}) > 1:
             return None
-        return self._fewer(self._depth + 8)
+        return self._fewer(self._depth + 8 if len(pipelines[0].stages[0].layers) == 1 else GROUPS * self._depth)
 
     def _fewer(self, least: int) -> int | None:
         """So many micro-batches or little more, from which one comes to the plan's by whole periods; None: of all."""
