@@ -262,12 +262,19 @@ def in_flight(schedule: str, depth: int, position: int, micro_batches: int, chun
     if len(chunks) == 1 and known.held is not None:
         return known.held(depth, position, micro_batches)
     parts = chunks if any(chunks) else (1,) * len(chunks)
-    held = most = 0
-    counted = micro_batches if known.folded else min(micro_batches, _LONG * depth)
-    for step in known.order(depth, position, len(chunks), counted):
+    held = _held(schedule, depth, position, micro_batches, len(chunks))
+    return max([sum([count * part for count, part in zip(counts, parts, strict=True)]) for counts in held]) / sum(parts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _held(schedule: str, depth: int, position: int, micro_batches: int, chunks: int) -> frozenset[tuple[int, ...]]:
+    """Of how many micro-batches a stage holds the activations of each of its chunks, after each of its forwards."""
+    known = SCHEDULES[schedule]
+    held, found = [0] * chunks, set()
+    for step in known.order(depth, position, chunks, micro_batches if known.folded else min(micro_batches, _LONG * depth)):
         if step.kind is Forward:
-            held += parts[step.chunk]
-            most = max(most, held)
+            held[step.chunk] += 1
+            found.add(tuple(held))
         elif step.kind is not BackwardInput:
-            held -= parts[step.chunk]
-    return most / sum(parts)
+            held[step.chunk] -= 1
+    return frozenset(found)
