@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any
@@ -24,7 +24,7 @@ from experiments.fidelity import counted_peak_bytes, is_out_of_memory, measured_
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
 from experiments.parallel import check_interrupt, in_processes
-from experiments.published import DATA, Modelled, NotModelled, Run, modelled, read_assumptions
+from experiments.published import DATA, Assumptions, Modelled, NotModelled, Run, modelled, read_assumptions
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.spec.compile import instruction_estimate
@@ -45,9 +45,12 @@ FEW_ERROR, MANY_RUNS = 0.3, 20
 WIDE_ERROR = 1.0
 """In the first steps of some searches: errors below this count squared, so that no run is given up before it was tried."""
 
-MOST_INSTRUCTIONS = 600_000
-"""The most instructions of the runs that a fit looks at, the smallest first, where it has FEWEST_RUNS within them. Of each run
-those of one pipeline count: estimates follow one of those that are alike."""
+MOST_WORK = 1_300_000
+"""The most work of the runs that a fit looks at, the smallest first, where it has FEWEST_RUNS within that."""
+
+RUN_WORK = 1_000
+"""Work of a run besides its instructions, in instructions. Of these those of one pipeline count: estimates follow one of those
+that are alike."""
 
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
@@ -61,10 +64,6 @@ MOST_STEPS = 40
 NEAR, NEARER = 1e-3, 1e-5
 """A search is at its end when a step lowers the error by no more than such a part of it: in the first steps from each start, and
 in the last search. Valleys are narrow: with the former, fits ended in the middle of one."""
-
-MOST_RUNS = 200
-"""The most runs of one stack that a fit looks at; of more some are drawn, from every source as many as from any other that has
-them. Constants are few, and every run costs time."""
 
 ROUNDS = 2
 """How often a search goes through all further starts: what one of them finds may open the way for another before it."""
@@ -128,7 +127,6 @@ class Task:
     """Efficiency records and links, as the micro-benchmarks have them."""
     free: tuple[str, ...] = ()
     """Efficiency records whose matmul rate the runs decide."""
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,48 +170,63 @@ def fit(
     calibration, held = split(runs, holdout, seed, by)
     out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed, by)
     known = read_assumptions()
-    by_stack: dict[str, list[Run]] = {}
-    records: dict[str, Counter[str]] = {}
-    names = {record: name for name, record in efficiencies().items()}
-    for run in calibration:
-        row = modelled(run, known)
-        if isinstance(row, NotModelled) or unpublished(row):
-            continue
-        by_stack.setdefault(row.cluster.stack.name, []).append(run)
-        for kind in {node.gpu for node in row.cluster.nodes}:
-            if kind.efficiency in names and not rates_measured(kind.efficiency):
-                records.setdefault(names[kind.efficiency], Counter())[row.cluster.stack.name] += 1
+    by_stack, records = _by_stack(calibration, known)
     failed: dict[str, list[Run]] = {}
     for run in out_of_memory:
         row = modelled(run, known)
         if isinstance(row, Modelled):
             failed.setdefault(row.cluster.stack.name, []).append(run)
-    constants = Constants(fit_pieces(DATA, seed).efficiencies, {}, fit_links(DATA / "microbench.csv")[0])
-    free = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
-    tasks = [
-        Task(
-            _unfitted(stack(name)) if anew else stack(name),
-            tuple(rows),
-            tuple(failed.get(name, ())),
-            constants,
-            tuple(sorted(r for r, owner in free.items() if owner == name)),
-            seed,
-        )
-        for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
-    ]
-    found, interrupted = in_processes(fit_stack, tasks, processes, progress)
-    fitted = [one for one in found if one is not None]
-    if interrupted or len(fitted) < len(tasks):
-        raise KeyboardInterrupt
-    renewed = dict(efficiencies()) | dict(constants.efficiencies)
-    for one in fitted:
-        for record, factor in one.factors.items():
-            renewed[record] = told_factor(without_factor(renewed[record]), factor, one.stack.name)
+    pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
+    kinds = dict(efficiencies()) | dict(pieces)
+    owners = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
+    begun = {record: without_factor(kinds[record]) for record in owners}
+    told: dict[str, Efficiency] = {}
+    # Stacks that run on a kind whose factor another one decides come when that is known.
+    later = {name for record, counts in records.items() for name in counts if name != owners[record]}
+    fitted: list[FittedStack] = []
+    for names in (by_stack.keys() - later, later):
+        constants = Constants({**pieces, **begun, **told}, {}, found_links)
+        tasks = [
+            Task(
+                _unfitted(stack(name)) if anew else stack(name),
+                tuple(rows),
+                tuple(failed.get(name, ())),
+                constants,
+                tuple(sorted(record for record, owner in owners.items() if owner == name)),
+            )
+            for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
+            if name in names
+        ]
+        found, interrupted = in_processes(fit_stack, tasks, processes, progress)
+        if interrupted or None in found:
+            raise KeyboardInterrupt
+        fitted += [one for one in found if one is not None]
+        told |= {
+            record: told_factor(begun[record], factor, one.stack.name) for one in fitted for record, factor in one.factors.items()
+        }
     held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {one.stack.name: one.stack for one in fitted}
-    text = constants_text(Constants(renewed, kept, constants.links))
+    text = constants_text(Constants({**kinds, **told}, kept, found_links))
     return Fitted(text, frozenset(run.id for run in (*calibration, *out_of_memory)))
+
+
+def _by_stack(runs: Iterable[Run], known: Assumptions) -> tuple[dict[str, list[Run]], dict[str, Counter[str]]]:
+    """The runs of every stack whose plan is published whole; and of every efficiency record without micro-benchmarks how many of
+    them each stack has."""
+    by_stack: dict[str, list[Run]] = {}
+    records: dict[str, Counter[str]] = {}
+    names = {record: name for name, record in efficiencies().items()}
+    for run in runs:
+        row = modelled(run, known)
+        if isinstance(row, NotModelled) or unpublished(row):
+            continue
+        name = row.cluster.stack.name
+        by_stack.setdefault(name, []).append(run)
+        for kind in dict.fromkeys(node.gpu for node in row.cluster.nodes):
+            if kind.efficiency in names and not rates_measured(kind.efficiency):
+                records.setdefault(names[kind.efficiency], Counter())[name] += 1
+    return by_stack, records
 
 
 def fit_stack(task: Task) -> FittedStack:
@@ -221,11 +234,11 @@ def fit_stack(task: Task) -> FittedStack:
     known = read_assumptions()
     found = [modelled(run, known) for run in task.runs]
     usable = [row for row in found if isinstance(row, Modelled)]
-    usable = [replace(row, cluster=task.constants.applied(row.cluster)) for row in usable]
-    usable = drawn(usable, MOST_RUNS, task.seed)
-    sizes = {row.run.id: instruction_estimate(row.plan) / len(row.plan.pipelines) for row in usable}
-    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: sizes[row.run.id])
-    within = sum(total <= MOST_INSTRUCTIONS for total in accumulate(sizes[row.run.id] for row in timed))
+    # Begun from the task's stack alone, so that the answer is the same whatever is shipped.
+    usable = [replace(row, cluster=replace(task.constants.applied(row.cluster), stack=task.stack)) for row in usable]
+    work = {row.run.id: RUN_WORK + instruction_estimate(row.plan) / len(row.plan.pipelines) for row in usable}
+    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: work[row.run.id])
+    within = sum(total <= MOST_WORK for total in accumulate(work[row.run.id] for row in timed))
     timed = timed[: max(within, FEWEST_RUNS)]
     stack, factors, count, time_error = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
@@ -238,20 +251,6 @@ def fit_stack(task: Task) -> FittedStack:
         told.append(f"memory of {weighed} runs{met}")
     source = f"fitted on {'; '.join(told)}" if told else stack.source
     return FittedStack(replace(stack, source=source), factors, count, time_error, weighed, memory_error)
-
-
-def drawn(rows: Sequence[Modelled], most: int, seed: int) -> list[Modelled]:
-    """At most so many of the rows, in their order, by lot: from every source as many as from any other that has them."""
-    by_source: dict[str, list[Modelled]] = {}
-    for row in rows:
-        by_source.setdefault(row.run.source_key, []).append(row)
-    lot, kept, left = random.Random(seed), set[str](), most
-    parts = sorted(by_source.values(), key=len)
-    for n, part in enumerate(parts):
-        share = min(len(part), left // (len(parts) - n))
-        kept |= {row.run.id for row in lot.sample(part, share)}
-        left -= share
-    return [row for row in rows if row.run.id in kept]
 
 
 def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str, float], int, float]:
@@ -424,7 +423,7 @@ def _unfitted(software: Stack) -> Stack:
 
 
 def _rounded(stack: Stack, parameters: Sequence[Parameter]) -> Stack:
-    """The stack with its constants to three digits, and those near their least bound at zero, where that is allowed."""
+    """The stack with its constants to three digits."""
     values = {p.name: float(f"{getattr(stack, p.name):.3g}") for p in parameters}
     return _with_constants(stack, values)
 

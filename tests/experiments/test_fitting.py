@@ -11,20 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments import fitting
 from experiments.constants import Constants, told_factor, with_factor, without_factor
-from experiments.fidelity import measured_peak_bytes
+from experiments.fidelity import PUBLISHED, measured_peak_bytes
 from experiments.fitting import (
     MEMORY_PARAMETERS,
     TIME_PARAMETERS,
     FittedStack,
     Task,
-    drawn,
     fit_stack,
     split,
 )
-from experiments.published import Modelled, Run, modelled, read_assumptions
+from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
 from sim.cost.estimate import Estimate
 from sim.cost.memory import peak_bytes
+from sim.spec.cluster import links
 from sim.spec.gpu import efficiencies
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
@@ -68,18 +69,31 @@ def test_by_nodes_whole_sizes_are_held_out_and_by_source_whole_sources() -> None
     assert len(calibration) + len(held) == len(runs)
 
 
-def test_of_many_runs_every_source_has_as_many_as_any_other_that_has_them() -> None:
-    rows = [SimpleNamespace(run=run) for run in of_sources(a=50, b=8, c=30)]
-    found = drawn(rows, 40, 0)  # type: ignore[arg-type]
-    assert Counter(row.run.source_key for row in found) == {"a": 16, "b": 8, "c": 16}
-    assert found == [row for row in rows if row in found]
-    assert drawn(rows, 88, 0) == drawn(rows, 200, 0) == rows  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(InputError, match=rf"^--holdout is a share of the runs from 0 to below 1, but got {share!r}$"):
         split(of_sources(a=2), share, 0)
+
+
+def test_a_stack_comes_after_the_one_whose_runs_decide_the_factor_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be fitted with the factor of whatever was shipped before."""
+    rounds: list[list[Task]] = []
+
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        rounds.append(tasks)
+        return [FittedStack(task.stack, dict.fromkeys(task.free, 0.9), 1, 0.0, 0, 0.0) for task in tasks], False
+
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
+    monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
+    fitting.fit([run for run in read_runs(PUBLISHED) if run.source_key == "torchtitan"], [], 0, 0.0)
+    assert [[(task.stack.name, task.free) for task in tasks] for tasks in rounds] == [
+        [("torchtitan", ("hopper-500w",))],
+        [("torchtitan-rowwise", ())],
+    ]
+    begun = without_factor(efficiencies()["hopper-500w"])
+    of_each = [tasks[0].constants.efficiencies["hopper-500w"] for tasks in rounds]
+    assert of_each == [begun, told_factor(begun, 0.9, "torchtitan")]
 
 
 # --- What they were made with ----------------------------------------------------------------------------------------
