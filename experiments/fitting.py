@@ -49,8 +49,8 @@ MOST_WORK = 1_300_000
 """The most work of the runs that a fit looks at, the smallest first, where it has FEWEST_RUNS within that."""
 
 RUN_WORK = 1_000
-"""Work of a run besides its instructions, in instructions. Of these those of one pipeline count: estimates follow one of those
-that are alike."""
+"""Work of a run besides that of its instructions, which is one for each of one pipeline: estimates follow one of those that are
+alike."""
 
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
