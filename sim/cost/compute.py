@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sim.cost.memory import OPTIMIZER_STATES, Holders, count_holders
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of, slowest
-from sim.spec.cluster import PCIE_BYTES_PER_S, Cluster
+from sim.spec.cluster import PCIE_BYTES_PER_S, Cluster, Node
 from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -42,6 +42,22 @@ def optimizer_bytes(precision: str, gradient_precision: str, optimizer: str) -> 
     element_bytes = PRECISION_BYTES[precision]
     parameter = 8 if element_bytes == 4 else 8 + element_bytes
     return PRECISION_BYTES[gradient_precision] + 8 * OPTIMIZER_STATES[optimizer] + parameter
+
+
+def host_step_s(node: Node, parameters: float, precision: str, gradient_precision: str, optimizer: str) -> float:
+    """Seconds of the optimizer step of so many parameters of a GPU whose states are in its host's memory.
+
+    Gradients come down, the processors update, parameters go up; nothing overlaps. Each GPU of a node has its equal part of the
+    processors, and of its PCIe switch's uplink, whether the others are used or not. On NVLink nodes each GPU is taken to have a
+    PCIe link of generation 4 to its host.
+    """
+    rate, sharing = PCIE_BYTES_PER_S["pcie4"], 1
+    if not node.intra.is_nvlink:
+        rate, sharing = node.intra.bandwidth_bytes_per_s, min(node.intra.gpus_per_switch, node.gpus)
+    moved = parameters * (PRECISION_BYTES[gradient_precision] + PRECISION_BYTES[precision])
+    updated = parameters * optimizer_bytes(precision, gradient_precision, optimizer)
+    # These are rates that a copy between host and GPU reaches; `Links.efficiency` of PCIe is of collectives among GPUs.
+    return moved * sharing / rate + updated * node.gpus / HOST_BYTES_PER_S
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------
@@ -302,28 +318,13 @@ class ComputeCost:
             parameters += tied_copy_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
         if plan.offload_optimizer:
-            return self.stack.step_s + max(self._host_step_s(name, parameters, num_bytes) for name in lane.devices)
+            return self.stack.step_s + max(
+                host_step_s(self.cluster.device(name).node, parameters, plan.precision, plan.gradient_precision, plan.optimizer)
+                for name in lane.devices
+            )
         rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
         traffic = self.stack.optimizer_traffic * num_bytes
         return self.stack.step_s + max(rate.memory_s(traffic) + rate.launch_s for rate in rates)
-
-    def _host_step_s(self, device: str, parameters: float, num_bytes: float) -> float:
-        """Seconds of the step of states in host memory: gradients come down, the processors update, parameters go up.
-
-        The plan's devices on a node share its processors, and those on one PCIe switch its uplink. On NVLink nodes each GPU
-        is taken to have a PCIe link of generation 4 to its host. Nothing overlaps.
-        """
-        plan, node = self.plan, self.cluster.device(device).node
-        beside = [other for other in map(self.cluster.device, plan.devices) if other.node.name == node.name]
-        if node.intra.is_nvlink:
-            rate, sharing = PCIE_BYTES_PER_S["pcie4"], 1
-        else:
-            per_switch = node.intra.gpus_per_switch
-            switch = self.cluster.device(device).index // per_switch
-            rate, sharing = node.intra.bandwidth_bytes_per_s, sum(other.index // per_switch == switch for other in beside)
-        moved = parameters * (PRECISION_BYTES[plan.gradient_precision] + PRECISION_BYTES[plan.precision])
-        # These are rates that a copy between host and GPU reaches; `Links.efficiency` of PCIe is of collectives among GPUs.
-        return moved * sharing / rate + num_bytes * len(beside) / HOST_BYTES_PER_S
 
     def _collectives_inside(self, lane: Lane, instruction: Compute) -> tuple[TensorCollective, ...]:
         """See `collectives`."""

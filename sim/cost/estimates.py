@@ -97,7 +97,7 @@ class Estimates:
     slowed by what some stretches of time show them to lose, and where exchanges of gradients or parameters meet their rates are
     followed; what messages, exchanges and the collectives inside stages take from one another is left out. Memory is that of
     `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, eager 1F1B, GPipe, ZB-1p or ZB-2p; ZeRO 1, or no
-    gradients to exchange; neither context nor expert parallelism nor offloading; no messages that keep a stage) are handed to
+    gradients to exchange; neither context nor expert parallelism; no messages that keep a stage) are handed to
     `Estimate`.
     """
 
@@ -509,7 +509,8 @@ class _Groups:
         return number
 
     def _looks(self, devices: Sequence[Device]) -> object:
-        """What the seconds of a group's work depend on: the kinds at their speeds, and the network among the devices."""
+        """What the seconds of a group's work depend on: the kinds at their speeds, the network among the devices, and with how
+        many the node's processors are shared."""
         node = devices[0].node
         if any(device.node is not node for device in devices):
             return tuple(device.name for device in devices)
@@ -521,7 +522,7 @@ class _Groups:
             paths.append((crossed, path.latency_s, path.step_s))
         rates = tuple(self._network.links[link].capacity_bytes_per_s for link in links)
         order = tuple(sorted(range(len(devices)), key=lambda i: devices[i].index))  # in which a ring visits them
-        return frozenset(id(device.gpu) for device in devices), node.intra, order, tuple(paths), rates
+        return frozenset(id(device.gpu) for device in devices), node.intra, node.gpus, order, tuple(paths), rates
 
 
 # --- What plans of equal settings have in common ---------------------------------------------------------------------
@@ -554,7 +555,6 @@ class _Settings:
             and plan.zero_stage <= 1
             and plan.context_parallel == plan.expert_parallel == 1
             and plan.shard_group is None
-            and not plan.offload_optimizer
             and not stack.keeps_messages(len(cluster.nodes))
         )
         self._schedule, self._zero_stage = plan.schedule, plan.zero_stage
@@ -920,15 +920,16 @@ class _Settings:
         return found
 
     def _steps_list(self, look: _Look) -> int:
-        """The list of what a stage's optimizer step takes on each kind of its group: seconds, and seconds of each parameter."""
+        """The list of what a stage's optimizer step takes on each sort of its devices: seconds, and seconds of each parameter."""
         number = self._steps_of.get(look.alike)
         if number is None:
             names, n = self._groups.alike_names[look.alike], self._model.layers
             cost, _ = self._alone(look._replace(layers=n, ends=3, selective=0, full=0))
-            of_one = {self._cluster.device(name).gpu: (name,) * len(names) for name in names}
-            for devices in of_one.values():
+            devices = [self._cluster.device(name) for name in names]
+            of_one = {(one.gpu, one.node.intra, one.node.gpus): (one.name,) * len(names) for one in devices}
+            for same in of_one.values():
                 none_s, all_s = (
-                    cost.seconds(_lane(f"{devices[0]}, {layers}", devices, (0, layers), look.share, 0), OptimizerStep())
+                    cost.seconds(_lane(f"{same[0]}, {layers}", same, (0, layers), look.share, 0), OptimizerStep())
                     for layers in (0, n)
                 )
                 self._steps.extend([none_s, (all_s - none_s) / (n * layer_parameters_at(self._model, len(names)))])

@@ -633,7 +633,9 @@ def test_an_offloaded_step_moves_gradients_down_and_parameters_up_and_updates_on
     lane = compile_plan(given).lanes[0]
     ends = 2 * 96 * HIDDEN + HIDDEN
     held = (LAYERS * layer_parameters(MODEL) + ends) / 2  # the other device has the other half
-    # Two devices share the switch's uplink, and the processors.
+    # Two devices share the switch's uplink, and the processors; a node of more shares them further, whoever is used.
     moved_s = held * (4 + 2) * 2 / 2e9
     host_s = held * optimizer_bytes("bf16", "fp32", "adamw") * 2 / HOST_BYTES_PER_S
     assert ComputeCost(given, cluster).seconds(lane, OptimizerStep()) == pytest.approx(moved_s + host_s)
+    larger = replace(cluster, nodes=tuple(replace(node, gpus=8) for node in cluster.nodes))  # of two switches of four
+    assert ComputeCost(given, larger).seconds(lane, OptimizerStep()) == pytest.approx(2 * moved_s + 4 * host_s)
