@@ -1,7 +1,8 @@
 """The optimizer: AdamW or SGD on flat master copies of what this worker updates, under every ZeRO stage.
 
 Masters are in fp32 (or the training precision, where that is no less), one flat tensor for every slice of the common
-refinement, or this worker's shard of it.
+refinement, or this worker's shard of it. Where the plan offloads the optimizer they are in the host's memory with their states:
+gradients come there, the processors do the step, and parameters go back.
 """
 
 from __future__ import annotations
@@ -63,16 +64,18 @@ class StepFacts:
 class _Master:
     """The master copy of what one worker updates of a slice, and the optimizer's states of it."""
 
-    def __init__(self, gradient: SliceGradient, dtype: torch.dtype, states: Iterable[str]) -> None:
+    def __init__(self, gradient: SliceGradient, dtype: torch.dtype, states: Iterable[str], offload: bool) -> None:
         self.gradient = gradient
         start, stop = gradient.own
         values = gradient.section.values
         whole = gradient.runs[0] if len(gradient.runs) == 1 else None
-        self.aliased = values.dtype == dtype and whole is not None and not gradient.scattered
+        self.aliased = values.dtype == dtype and whole is not None and not gradient.scattered and not offload
         """Whether the parameters are the master copy."""
         self.values = (
             values[whole.offset : whole.offset + whole.size]
             if self.aliased and whole is not None
+            else torch.empty(stop - start, dtype=dtype, pin_memory=values.is_cuda)
+            if offload
             else torch.empty(stop - start, dtype=dtype, device=values.device)
         )
         self.states = {name: torch.zeros_like(self.values) for name in states}
@@ -133,9 +136,9 @@ class Optimizer:
         plan = world.plan
         self._world, self._sections, self._gradients, self._settings = world, sections, gradients, settings
         master_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-        states = STATES[plan.optimizer]
         self._masters: dict[LayerRange, list[_Master]] = {
-            layers: [_Master(gradient, master_dtype, states) for gradient in found] for layers, found in gradients.slices.items()
+            layers: [_Master(gradient, master_dtype, STATES[plan.optimizer], plan.offload_optimizer) for gradient in found]
+            for layers, found in gradients.slices.items()
         }
         self._all = [master for found in self._masters.values() for master in found]
         groups = [
@@ -226,7 +229,7 @@ class Optimizer:
             if factor != 1.0:
                 value = value.mul_(factor)
             for parameter, (a, b, _) in zip(master.parameters, master.parts, strict=True):
-                parameter.grad = value[a:b].to(parameter.dtype)
+                parameter.grad = value[a:b].to(parameter.device).to(parameter.dtype)
         if self._torch is not None:
             for group in self._torch.param_groups:
                 group["lr"] = rate

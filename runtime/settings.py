@@ -154,7 +154,6 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
         ("context_parallel", plan.context_parallel, 1),
         ("expert_parallel", plan.expert_parallel, 1),
         ("shard_group", plan.shard_group, None),
-        ("offload_optimizer", plan.offload_optimizer, False),
     ):
         if value != accepted:
             raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")

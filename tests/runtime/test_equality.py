@@ -107,6 +107,19 @@ PLANS = {
     "zero 1, unequal replicas": plan_of(
         LLAMA, pipeline(1, 2, ((0, 4), (0, 1))), pipeline(2, 1, ((0, 1), (2,)), ((1, 4), (3,))), zero_stage=1
     ),
+    "offloaded, unlike cuts": plan_of(
+        LLAMA,
+        pipeline(1, 3, ((0, 1), (0,)), ((1, 4), (1,))),
+        pipeline(2, 2, ((0, 3), (2,)), ((3, 4), (3, 4))),
+        offload_optimizer=True,
+    ),
+    "offloaded, zero 1, tied": plan_of(
+        GPT,
+        pipeline(2, 2, ((0, 2), (0, 1)), ((2, 4), (2,))),
+        pipeline(1, 3, ((0, 4), (3, 4))),
+        zero_stage=1,
+        offload_optimizer=True,
+    ),
     "zero 1, tied, sequence parallel": plan_of(
         GPT,
         pipeline(2, 2, ((0, 2), (0, 1)), ((2, 4), (2,))),

@@ -34,6 +34,8 @@ def run(plan: Plan, settings: Settings, folder: Path) -> RunResult:
         "degrees 1 to 4 with sequence parallel",
         "unlike cuts",
         "zero 1, tied, sequence parallel",
+        "offloaded, unlike cuts",
+        "offloaded, zero 1, tied",
         "zero 2, two stages, uneven replicas",
         "zero 3, unequal degrees, recomputed",
         "interleaved, tied, beside another number of ranges",

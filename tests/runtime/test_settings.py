@@ -21,7 +21,6 @@ PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"),
         ({"context_parallel": 2}, "the runtime cannot run context_parallel 2; accepted: 1"),
         ({"expert_parallel": 2}, "the runtime cannot run expert_parallel 2; accepted: 1"),
         ({"shard_group": 1}, "the runtime cannot run shard_group 1; accepted: null"),
-        ({"offload_optimizer": True}, "the runtime cannot run offload_optimizer true; accepted: false"),
     ],
 )
 def test_what_only_the_simulator_knows_is_refused_in_one_line(change: dict[str, object], error: str) -> None:

@@ -39,6 +39,7 @@ TOKENS = 4000
         ("zero 2, unequal degrees", "one device"),
         ("zero 1, tied, sequence parallel", "zero 3, two stages, uneven replicas"),
         ("ends alone", "tied embeddings over stages"),
+        ("offloaded, zero 1, tied", "tied embeddings over stages"),
     ],
 )
 def test_a_training_goes_on_under_another_plan(before: str, after: str, workers: Workers, tmp_path: Path) -> None:
