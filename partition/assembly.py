@@ -53,11 +53,14 @@ class Dealt:
     settings: Settings
     cuts: Sequence[_Cut]
     micro_batches: Sequence[int]
+    step_s: float
+    """Of an optimizer step in the hosts' memory."""
 
     @property
     def pace_s(self) -> float:
-        """When the last pipeline ends its last backward by its pace: a first guess at the iteration."""
-        return max(cut.pace.fill_s + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True))
+        """When the last pipeline ends its last backward by its pace, and a step after it: a first guess at the iteration."""
+        ends = [cut.pace.fill_s + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True)]
+        return max(ends) + self.step_s
 
 
 class Assembly:
@@ -97,7 +100,20 @@ class Assembly:
                 cuts[sign] = cut
         chosen = [cuts[sign] for sign in signs]
         counts = split_batch(self._job.global_batch, [cut.pace for cut in chosen])
-        return None if counts is None else Dealt(pipelines, micro_batch, settings, chosen, counts)
+        if counts is None:
+            return None
+        step_s = self._step_s(pipelines, chosen, settings) if settings.offload_optimizer else 0.0
+        return Dealt(pipelines, micro_batch, settings, chosen, counts, step_s)
+
+    def _step_s(self, pipelines: Sequence[Groups], cuts: Sequence[_Cut], settings: Settings) -> float:
+        """Seconds of the longest optimizer step in a host's memory."""
+        seconds = 0.0
+        for groups, cut in {id(cut): (groups, cut) for groups, cut in zip(pipelines, cuts, strict=True)}.values():
+            last = len(groups) - 1
+            for s, (devices, layers) in enumerate(zip(groups, cut.counts, strict=True)):
+                step_s = self._pricing.step_s(devices, layers, s == 0, s == last, len(pipelines), settings)
+                seconds = max(seconds, step_s)
+        return seconds
 
     def built(self, dealt: Dealt) -> Draft | None:
         """The draft of what was dealt; None where the pipeline with the most micro-batches does not fit."""

@@ -34,6 +34,9 @@ SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
 
+OFFLOADED = 0.25
+"""The share of random deals that keep the optimizer's states in the hosts' memory."""
+
 PARTS = 8
 """Into so many parts a row is divided at most, some of which a random deal has before all other rows."""
 
@@ -96,13 +99,13 @@ class Deals:
         self._rows = [tuple(held) for held in alike.values()]
         self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
 
-    def starts(self, pipelines: int, schedule: str) -> Iterator[Deal]:
+    def starts(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
         """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow."""
         allowed = [self._degrees(nodes) for nodes in self._rows]
         for degree in sorted({degree for some in allowed for degree in some}):
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
             for by_node in (True, False):
-                yield Deal(rows, pipelines, by_node, 1, Settings(schedule))
+                yield Deal(rows, pipelines, by_node, 1, settings)
 
     def drawn(self, pipelines: int, rng: np.random.Generator) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree."""
@@ -117,7 +120,8 @@ class Deals:
             allowed = self._degrees(part)
             rows.append(Row(part, allowed[int(rng.integers(len(allowed)))]))
         schedules = (*SCHEDULES, SPLIT_SCHEDULES[-1])
-        settings = Settings(schedules[int(rng.integers(len(schedules)))], 1, bool(rng.random() < 0.5))
+        schedule = schedules[int(rng.integers(len(schedules)))]
+        settings = Settings(schedule, 1, bool(rng.random() < 0.5), bool(rng.random() < OFFLOADED))
         return Deal(tuple(rows), pipelines, bool(rng.random() < 0.8), MICRO_BATCHES[int(rng.integers(2))], settings)
 
     def layout(self, deal: Deal) -> Layout | None:
@@ -177,7 +181,9 @@ class Deals:
                 yield replace(deal, micro_batch=size)
         if any(row.degree > 1 for row in rows):
             yield replace(deal, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
-        yield replace(deal, settings=replace(settings, zero_stage=1 - settings.zero_stage))
+        for other in (changed_zero(settings), changed_offload(settings)):
+            if other is not None:
+                yield replace(deal, settings=other)
         for schedule in SCHEDULES:
             if schedule != settings.schedule:
                 yield replace(deal, settings=replace(settings, schedule=schedule))
@@ -266,6 +272,16 @@ class Deals:
             if score_s(made, math.inf) < math.inf:
                 return made
         return deal
+
+
+def changed_zero(settings: Settings) -> Settings | None:
+    """The settings with ZeRO 0 for 1, or 1 for 0; None where states are offloaded, which all copies under ZeRO 0 would update."""
+    return None if settings.offload_optimizer else replace(settings, zero_stage=1 - settings.zero_stage)
+
+
+def changed_offload(settings: Settings) -> Settings | None:
+    """The settings with the optimizer's states in the hosts' memory, or back on the GPUs; None under ZeRO 0."""
+    return replace(settings, offload_optimizer=not settings.offload_optimizer) if settings.zero_stage else None
 
 
 def _placed(deal: Deal, rest: Sequence[Row], row: Row, but: Sequence[int]) -> Iterator[Deal]:

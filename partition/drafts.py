@@ -40,6 +40,7 @@ class Settings:
     schedule: str = "1f1b"
     zero_stage: int = 1
     sequence_parallel: bool = False
+    offload_optimizer: bool = False
 
 
 def stage(
@@ -66,6 +67,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         schedule=settings.schedule,
         zero_stage=settings.zero_stage,
         sequence_parallel=settings.sequence_parallel,
+        offload_optimizer=settings.offload_optimizer,
         optimizer=job.optimizer,
     )
 

@@ -14,7 +14,7 @@ A pipeline of stages j takes, with forward F_j, backward B_j, and c_j for a mess
 
 A link that all messages together keep busy longer than this sets the period instead. Gradients of the layers held by several
 pipelines are then reduced, last layers first, each reduction when its members are ready and free, and under ZeRO their
-parameters gathered. Left out: the optimizer's step, and everything that depends on exact moments.
+parameters gathered. Left out: an optimizer's step on the GPUs, and everything that depends on exact moments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 
 from partition.drafts import Draft, Settings, stage
 from sim.cost.collectives import across_lanes, between_lanes, collective
-from sim.cost.compute import ComputeCost, TensorCollective
+from sim.cost.compute import ComputeCost, TensorCollective, host_step_s
 from sim.cost.network import Network
 from sim.cost.traffic import ring_steps_s
 from sim.spec.cluster import Cluster, Node
@@ -39,8 +39,11 @@ from sim.spec.counts import (
     RECOMPUTE,
     boundary_bytes,
     embedding_parameters,
+    embedding_parameters_at,
     head_parameters,
+    head_parameters_at,
     layer_parameters,
+    layer_parameters_at,
 )
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage
@@ -258,6 +261,17 @@ class Pricing:
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
         return found
 
+    def step_s(self, devices: Devices, layers: int, first: bool, last: bool, pipelines: int, settings: Settings) -> float:
+        """Seconds of the optimizer step of a stage of one of so many pipelines in its host's memory; 0.0 on its GPUs."""
+        if not settings.offload_optimizer:
+            return 0.0
+        model, degree = self.job.model, len(devices)
+        parameters = layers * layer_parameters_at(model, degree)
+        parameters += first * embedding_parameters_at(model, degree) + last * head_parameters_at(model, degree)
+        own = parameters / pipelines if settings.zero_stage else parameters
+        node = self.cluster.device(devices[0]).node
+        return host_step_s(node, own, self.job.precision, "fp32", self.job.optimizer)
+
     def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
         """A byte of an activation, or of its gradient, from one stage to another."""
         key = (sender, receiver, settings.sequence_parallel)
@@ -354,7 +368,11 @@ class Pricing:
             # What is busier takes longer, and what takes longer is less busy: the geometric mean leads to where both agree.
             ends = {key: math.sqrt(ends[key] * course.end_s(twins[key[0]], busy, total_s)) for key, course in different.items()}
         done = [max(ends[sign, course.micro_batches], floor_s) for sign, course in zip(signs, courses, strict=True)]
-        return self._synchronised_s(draft, settings, courses, done)
+        return self._synchronised_s(draft, settings, courses, done) + max(
+            self.step_s(part.replicas[0].devices, part.layer_count, s == 0, s == len(pipeline.stages) - 1, len(draft), settings)
+            for pipeline in draft
+            for s, part in enumerate(pipeline.stages)
+        )
 
     def _node(self, devices: Devices) -> str:
         return self.cluster.device(devices[0]).node.name

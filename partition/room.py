@@ -96,7 +96,7 @@ class Room:
         only = first and last
         if settings.zero_stage == 0:
             pipelines = min(pipelines, FEW)  # nothing is divided over them
-        key = (pipelines, degree, micro_batch, settings.zero_stage, settings.sequence_parallel, only)
+        key = (pipelines, degree, micro_batch, settings.zero_stage, settings.sequence_parallel, settings.offload_optimizer, only)
         found = self._known.get(key)
         if found is None:
             if pipelines <= MANY:

@@ -67,7 +67,7 @@ def least_hungry(cluster: Cluster, job: Job, offload: bool = False) -> tuple[Pla
     found: tuple[Plan, Infeasible | None] | None = None
     fewest = float("inf")
     for draft, settings in _hungry_least(cluster, job):
-        plan = replace(make_plan(cluster, job, draft, settings), offload_optimizer=offload)
+        plan = make_plan(cluster, job, draft, replace(settings, offload_optimizer=offload))
         reason = infeasible(plan, cluster)
         if reason is None:
             return plan, None

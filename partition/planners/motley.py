@@ -36,7 +36,17 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from partition.assembly import Assembly
-from partition.deals import MICRO_BATCHES, SCHEDULES, SPLIT_SCHEDULES, Deal, Deals, Layout, shared_out
+from partition.deals import (
+    MICRO_BATCHES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    Deal,
+    Deals,
+    Layout,
+    changed_offload,
+    changed_zero,
+    shared_out,
+)
 from partition.drafts import (
     SLACK,
     Draft,
@@ -116,6 +126,9 @@ PACED = 1.06
 
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
+
+START_SETTINGS = (*map(Settings, reversed(SCHEDULES)), Settings(offload_optimizer=True))
+"""Those of starts of deals, in this order: the later ones need less memory."""
 
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
@@ -288,7 +301,7 @@ class _Hunt:
         return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
 
     def begin_deals(self) -> None:
-        """Finds the best start among deals for each number of pipelines, of the first schedule under which one can run.
+        """Finds the best start among deals for each number of pipelines, of the first settings under which one can run.
 
         Where there is not time for all numbers, it finds as many as there are processes that descend from them.
         """
@@ -299,9 +312,9 @@ class _Hunt:
         for number in sorted(self._twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
             if len(firsts) >= DEALERS and self.search.elapsed_s > until_s:
                 break
-            for schedule in reversed(SCHEDULES):
+            for settings in START_SETTINGS:
                 best: tuple[float, Deal] | None = None
-                for start in self.deals.starts(number, schedule):
+                for start in self.deals.starts(number, settings):
                     least_s = math.inf if best is None else best[0]
                     if (seconds := self.deal_s(start, least_s)) < least_s:
                         best = seconds, start
@@ -527,14 +540,17 @@ class _Hunt:
     def resettle(self) -> None:
         """Prices the best layouts with all other settings and micro-batches."""
         until_s = self.search.elapsed_s + max(self._left_s(RESETTLED), (RESETTLED - STARTED) * self.search.budget_s)
-        for _, layout, _ in self.ranked()[:WALKS]:
+        for _, layout, draft in self.ranked()[:WALKS]:
+            recomputes = any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
+            memory = ((0, False), (1, False), (1, True)) if recomputes else ((0, False), (1, False))
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
-            for schedule, zero_stage, sequence_parallel, size in product(
-                (*SCHEDULES, *SPLIT_SCHEDULES), (0, 1), parallel, MICRO_BATCHES
+            for schedule, (zero_stage, offload), sequence_parallel, size in product(
+                (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, MICRO_BATCHES
             ):
                 if self.search.elapsed_s > until_s:
                     return
-                self.score_s(replace(layout, micro_batch=size, settings=Settings(schedule, zero_stage, sequence_parallel)))
+                settings = Settings(schedule, zero_stage, sequence_parallel, offload)
+                self.score_s(replace(layout, micro_batch=size, settings=settings))
 
     def explore(self) -> None:
         """Anneals from the best layouts."""
@@ -753,14 +769,15 @@ class _Hunt:
     def _reset(self, layout: Layout) -> Layout:
         """The layout with another micro-batch, or other settings."""
         settings = layout.settings
-        choice = self._draw(5)
+        choice = self._draw(6)
         if choice == 4:
             other = "1f1b" if settings.schedule == "eager-1f1b" else "eager-1f1b"
             return replace(layout, settings=replace(settings, schedule=other))
         if choice == 0:
             return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
-        if choice == 1:
-            return replace(layout, settings=replace(settings, zero_stage=1 - settings.zero_stage))
+        if choice in (1, 5):
+            changed = changed_zero(settings) if choice == 1 else changed_offload(settings)
+            return layout if changed is None else replace(layout, settings=changed)
         return replace(layout, micro_batch=MICRO_BATCHES[self._draw(len(MICRO_BATCHES))])
 
     def _some(self, pipes: Pipes) -> list[int]:

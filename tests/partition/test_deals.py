@@ -31,7 +31,7 @@ def deals_of(world: Cluster) -> Deals:
 def a_deal(deals: Deals, pipelines: int, seed: int, changes: int) -> Deal:
     """A start after some random changes."""
     rng = np.random.default_rng(seed)
-    starts = list(deals.starts(pipelines, "eager-1f1b"))
+    starts = list(deals.starts(pipelines, Settings("eager-1f1b")))
     deal = starts[int(rng.integers(len(starts)))]
     for _ in range(changes):
         neighbours = [*deals.near(deal), *deals.cut(deal)]
@@ -144,7 +144,7 @@ def test_a_descent_without_hope_cuts_no_row(world: Cluster, seed: int) -> None:
 @given(worlds, st.integers(1, 6), st.integers(0, 2**32))
 def test_a_random_deal_has_all_devices_and_one_row_in_two_parts_at_most(world: Cluster, count: int, seed: int) -> None:
     deals, rng = deals_of(world), np.random.default_rng(seed)
-    alike = len(next(deals.starts(1, "1f1b")).rows)
+    alike = len(next(deals.starts(1, Settings("1f1b"))).rows)
     for _ in range(10):
         deal = deals.drawn(count, rng)
         assert deal.pipelines == count
@@ -177,7 +177,7 @@ def test_a_kick_changes_a_deal_and_leaves_it_feasible(seed: int) -> None:
 
 def test_nodes_are_dealt_node_by_node_or_row_by_row() -> None:
     deals = deals_of(cluster(*(node(f"n{n}", "RTX4090", 4) for n in range(2))))
-    (row,) = next(deals.starts(2, "eager-1f1b")).rows
+    (row,) = next(deals.starts(2, Settings("eager-1f1b"))).rows
     deal = Deal((Row(row.nodes, 2),), 2, True, 1, Settings())
     by_node, by_row = deals.layout(deal), deals.layout(replace(deal, by_node=False))
     assert by_node is not None

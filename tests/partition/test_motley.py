@@ -18,13 +18,13 @@ import pytest
 
 import partition
 from partition.deals import Deal
-from partition.drafts import make_plan, usable_nodes
+from partition.drafts import Settings, make_plan, usable_nodes
 from partition.planners.megatron import grids
 from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
 from partition.search import BudgetSpent, Search
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
-from sim.spec.judge import Cost, Verdict
+from sim.spec.judge import Cost, Infeasible, Verdict
 from sim.spec.plan import Plan
 from tests.partition.small_worlds import SMALL, cluster, job, node
 
@@ -158,17 +158,30 @@ def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None
     assert left_out > 5
 
 
-def test_deals_begin_with_1f1b_where_no_other_schedule_fits() -> None:
-    # Eight GPUs of 12 GB that share nothing: eager 1F1B holds twice as many activations.
+def test_deals_begin_with_the_first_settings_that_fit() -> None:
+    # Eight GPUs of 12 GB that share nothing: eager 1F1B holds twice as many activations, two pipelines twice the parameters.
     world = cluster(*(node(f"n{n}", "RTX3080Ti", 1) for n in range(8)))
     work = job(replace(SMALL, name="deep", layers=80), sequence_length=4096, batch=32)
     search = Search(world, work, simulation(world, work), 0, 60.0)
     hunt = _Hunt(search, usable_nodes(search))
-    assert all(math.isinf(hunt.deal_s(start)) for n in (1, 2, 4, 8) for start in hunt.deals.starts(n, "eager-1f1b"))
+    assert all(math.isinf(hunt.deal_s(start)) for n in (1, 2, 4, 8) for start in hunt.deals.starts(n, Settings("eager-1f1b")))
     hunt.begin_deals()
-    assert [(start.pipelines, start.settings.schedule) for start in hunt.firsts] == [(1, "1f1b")]
+    assert [(start.pipelines, start.settings) for start in hunt.firsts] == [
+        (1, Settings("1f1b")),
+        (2, Settings("1f1b", offload_optimizer=True)),
+    ]
     hunt.deal()
     assert search.best is not None
+
+
+def test_states_go_to_the_host_where_no_gpu_has_room_for_them_and_stay_where_there_is_enough() -> None:
+    # Parameters, gradients and states are 18 bytes of each of 0.75 billion parameters, without the states 6.
+    for kind, offloaded in (("RTX3080Ti", True), ("A100-80GB-PCIe", False)):
+        world, work = cluster(node("a", kind, 1)), job(SMALL)
+        result = partition.plan(world, work, budget_s=3.0)
+        assert result.plan is not None and result.plan.offload_optimizer == offloaded
+        kept = result.plan if not offloaded else replace(result.plan, offload_optimizer=False)
+        assert isinstance(simulation(world, work)(kept), Infeasible) == offloaded
 
 
 EQUAL = {

@@ -133,6 +133,18 @@ def test_prices_rank_plans_as_their_simulations_do() -> None:
     assert np.corrcoef(ranks[0], ranks[1])[0, 1] > 0.85
 
 
+def test_a_step_in_the_hosts_memory_costs_what_it_does_in_the_simulation() -> None:
+    world, work = cluster(node("a", "RTX4090", 4), node("b", "RTX3090", 2)), job(SMALL)
+    draft = grid(["a/0", "a/1", "a/2", "b/0"], 2, 8, SMALL.layers)
+    prices, simulated = {}, {}
+    for offload in (False, True):
+        settings = Settings(offload_optimizer=offload)
+        prices[offload] = Pricing(world, work).price_s(draft, settings)
+        simulated[offload] = simulate(make_plan(world, work, draft, settings), world).iteration_s
+    assert simulated[True] - simulated[False] > 0.02
+    assert prices[True] - prices[False] == pytest.approx(simulated[True] - simulated[False], rel=0.05)
+
+
 def test_the_gradients_of_tied_embeddings_cost_even_one_pipeline() -> None:
     world = cluster(node("a", "RTX4090", 1), node("b", "RTX4090", 1))
     tied = replace(TINY, name="tied", tied_embeddings=True)

@@ -30,7 +30,11 @@ NAMES = [f"a/{i}" for i in range(128)]
     size=st.sampled_from([1, 2]),
     micro_batches=st.integers(1, 6),
     settings=st.builds(
-        Settings, schedule=st.sampled_from(["1f1b", "gpipe"]), zero_stage=st.sampled_from([0, 1]), sequence_parallel=st.booleans()
+        Settings,
+        schedule=st.sampled_from(["1f1b", "gpipe"]),
+        zero_stage=st.sampled_from([0, 1]),
+        sequence_parallel=st.booleans(),
+        offload_optimizer=st.booleans(),
     ),
     data=st.data(),
 )
