@@ -17,6 +17,7 @@ from experiments.measured import RunReport
 from experiments.repeats import Spread
 from partition.objective import Outlay
 from partition.search import Result
+from sim.cost.memory import host_bytes
 from sim.critical import CriticalPath, Share
 from sim.metrics import Report, Training
 from sim.spec.cluster import Cluster
@@ -116,7 +117,7 @@ def plan_title(plan: Plan) -> str:
         if degree > 1:
             facts.append(f"{name} parallel {degree}")
     if plan.offload_optimizer:
-        facts.append("optimizer offloaded")
+        facts.append(f"optimizer in hosts (up to {max(host_bytes(plan).values()) / GIB:.0f} GiB)")
     return ", ".join(facts)
 
 

@@ -5,7 +5,8 @@ the layers under memory limits, what each stage recomputes (`partition.assembly`
 by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
-       rows' order and degrees, of micro-batch and schedule (1F1B, eager 1F1B, zero bubble) while they help: first in few steps
+       rows' order and degrees, of micro-batch, schedule (1F1B, eager 1F1B, zero bubble) and where the optimizer's states are
+       (on the GPUs or in the hosts' memory) while they help: first in few steps
        from a start for each number of pipelines, then all the way from the best of these and from the best of many random deals
        of as many pipelines, then from changes of the best. Where they end is judged.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the

@@ -314,6 +314,17 @@ def peak_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
     return peaks
 
 
+def host_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of optimizer states in the memory of each node that the plan uses, by its name; empty where none are offloaded."""
+    found: dict[str, int] = {}
+    if plan.offload_optimizer:
+        for p, s, r, parts in lane_parts(replace(plan, offload_optimizer=False)):
+            for name in plan.pipelines[p].stages[s].replicas[r].devices:
+                node = name.rpartition("/")[0]
+                found[node] = found.get(node, 0) + parts.optimizer
+    return found
+
+
 def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int, int, int, MemoryParts]]:
     """The parts of every lane, with the indices of its pipeline, stage and replica; without a software stack, of Motley's own.
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.memory import MemoryParts, count_holders, lane_parts, memory_parts, peak_bytes
+from sim.cost.memory import MemoryParts, count_holders, host_bytes, lane_parts, memory_parts, peak_bytes
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.compile import compile_plan, holders
 from sim.spec.counts import total_parameters
@@ -269,6 +269,14 @@ def test_an_offloaded_optimizer_leaves_parameters_and_gradients() -> None:
     plain, offloaded = (memory_parts(uniform(TINY, offload_optimizer=offload), 0, 0) for offload in (False, True))
     assert offloaded.optimizer == 0
     assert (offloaded.parameters, offloaded.gradients) == (plain.parameters, plain.gradients)
+
+
+def test_what_is_offloaded_is_in_the_memory_of_its_node() -> None:
+    # Fp32 copy and two states, each once under ZeRO 1, and all eight copies of them without.
+    for zero_stage, copies in ((0, 8), (1, 1)):
+        offloaded = uniform("llama-2-7b", copies=8, zero_stage=zero_stage, offload_optimizer=True)
+        assert host_bytes(offloaded) == {"gpu": pytest.approx(copies * 12 * 6_738_415_616, abs=8)}
+    assert host_bytes(uniform(TINY)) == {}
 
 
 def test_a_software_stack_says_what_it_holds_besides() -> None:
