@@ -425,6 +425,10 @@ class Pricing:
         floor_s *= element_bytes / GRADIENT_BYTES if settings.zero_stage else 0.0
         return reduced_s + max(floor_s, max(gathering.values(), default=0.0))
 
+    def exchange_s(self, lanes: tuple[Devices, ...], parameters: int) -> tuple[float, float]:
+        """Seconds of a reduce-scatter of so many gradients among lanes, and of a gather of as many parameters, each alone."""
+        return self._exchange("reduce_scatter", lanes, parameters)[:2]
+
     def _exchange(self, reduce: str, lanes: tuple[Devices, ...], parameters: int) -> Exchange:
         """Seconds of a reduction of so many gradients, of the gather that follows under ZeRO, and the former's loads."""
         asked = (reduce, lanes, parameters)

@@ -6,9 +6,9 @@ by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
        rows' order and degrees, of micro-batch, schedule (1F1B, eager 1F1B, zero bubble) and where the optimizer's states are
-       (on the GPUs or in the hosts' memory) while they help: first in few steps
-       from a start for each number of pipelines, then all the way from the best of these and from the best of many random deals
-       of as many pipelines, then from changes of the best. Where they end is judged.
+       (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of pipelines,
+       then all the way from the best of these and from the best of many random deals of as many pipelines, then from changes of
+       the best. Where they end is judged. So are the fully sharded grids (`partition.sharded`) that may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -21,7 +21,8 @@ by their speed. So the search is over layouts alone:
 All this goes by estimates (`sim.cost.estimates`), which among deals and finalists follow messages that meet; until they are
 compiled, once on a machine, prices take their place (`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal
 answer.
-Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3, several ranges of layers in one stage.
+Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3 but for grids, several ranges of layers
+in one stage.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
+from partition.sharded import Sharded
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
@@ -134,6 +136,9 @@ START_SETTINGS = (*map(Settings, reversed(SCHEDULES)), Settings(offload_optimize
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
 simulation takes no more work than this where there is such a one."""
+
+SHARDED = 0.05
+"""The share of the budget that fully sharded grids may take before they are judged."""
 
 FINALISTS, SCHEDULED = 24, 2
 """So many are judged, and so many of the best are tried with all schedules before."""
@@ -252,6 +257,7 @@ class _Hunt:
         self.load()
         self.begin()
         self.load()
+        self.shard()
         self.start()
         self.resettle()
         self.explore()
@@ -283,6 +289,25 @@ class _Hunt:
             self.score_s(start)
             if self.search.elapsed_s > until_s and self.found:
                 break
+
+    def shard(self) -> None:
+        """Has the best fully sharded grids judged that may be better than the best plan so far."""
+        least_s = math.inf if self.search.best is None else self.search.best[1].iteration_s
+        until_s = self.search.elapsed_s + SHARDED * self.search.budget_s
+        grids = Sharded(self.search.cluster, self.job, list(self.nodes.values()), self.pricing)
+
+        def late() -> bool:
+            self.search.check_budget()
+            return self.search.elapsed_s > until_s
+
+        found = []
+        for price_s, draft, settings in grids.ranked(least_s, late)[:FINALISTS]:
+            if self.estimates is not None and not late():
+                price_s = self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
+            least_s = min(least_s, price_s)
+            found.append((price_s, draft, settings))
+        near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
+        self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 
     def partition_graph(self) -> Begun:
         """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""

@@ -1,0 +1,93 @@
+"""Fully sharded grids: what they promise of memory, batch and speed, and that `motley` takes them where they are the best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import partition
+from partition.drafts import Draft, Settings, make_plan, stage
+from partition.pricing import Pricing
+from partition.sharded import Sharded
+from sim.cost.feasibility import infeasible
+from sim.engine import simulate
+from sim.spec.cluster import Cluster, Nic
+from sim.spec.job import Job
+from sim.spec.transformer import Transformer
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, node
+
+LARGE = Transformer(name="large", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000)
+"""About 6.7 billion parameters: 120 GB with gradients and states."""
+
+NVLINK = cluster(node("a", "A100-40GB-SXM", 8, "nvlink"))
+UNLIKE = cluster(
+    *(
+        replace(node(name, kind, 4, "nvlink"), nic=Nic("infiniband", 100e9))
+        for name, kind in (("a", "A100-40GB-SXM"), ("v", "V100-32GB-SXM"))
+    )
+)
+
+
+def ranked(world: Cluster, work: Job) -> list[tuple[float, Draft, Settings]]:
+    return Sharded(world, work, world.nodes, Pricing(world, work)).ranked(math.inf, lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("world", "work"),
+    [
+        (NVLINK, job(LARGE, sequence_length=4096, batch=64)),
+        (NVLINK, job(replace(LARGE, name="deep", layers=40), sequence_length=4096, batch=48)),
+        (UNLIKE, job(SMALL, sequence_length=2048, batch=48, precision="fp16")),
+        (cluster(node("a", "RTX4090", 2), node("b", "RTX4090", 6)), job(TINY, batch=24)),
+    ],
+    ids=["alike", "tight", "unlike", "nodes of two sizes"],
+)
+def test_what_is_ranked_fits_takes_the_batch_and_is_priced_at_best(world: Cluster, work: Job) -> None:
+    found = ranked(world, work)
+    assert found and [price_s for price_s, _, _ in found] == sorted(price_s for price_s, _, _ in found)
+    for price_s, draft, settings in found[:6]:
+        plan = make_plan(world, work, draft, settings)
+        assert infeasible(plan, world) is None
+        assert settings.zero_stage in (2, 3) and len({(p.micro_batches, len(p.stages)) for p in draft}) == 1
+        assert sum(p.micro_batch * p.micro_batches for p in draft) == work.global_batch
+        assert price_s <= simulate(plan, world).iteration_s
+        for p, pipeline in enumerate(draft):
+            for s, part in enumerate(pipeline.stages):
+                full = part.recomputed()["full"]
+                if full:  # one layer less has no room
+                    less = stage(part.devices, part.layers[0], pipeline.micro_batch, full=full - 1)
+                    stages = (*pipeline.stages[:s], less, *pipeline.stages[s + 1 :])
+                    changed = (*draft[:p], replace(pipeline, stages=stages), *draft[p + 1 :])
+                    assert infeasible(make_plan(world, work, changed, settings), world) is not None
+
+
+def test_a_price_is_near_the_simulation_where_links_are_fast() -> None:
+    work = job(LARGE, sequence_length=4096, batch=64)
+    for price_s, draft, settings in ranked(NVLINK, work)[:4]:
+        assert price_s == pytest.approx(simulate(make_plan(NVLINK, work, draft, settings), NVLINK).iteration_s, rel=0.05)
+
+
+def test_faster_gpus_take_more_of_each_micro_batch() -> None:
+    work = job(SMALL, sequence_length=2048, batch=64, precision="fp16")
+    _, draft, _ = next(entry for entry in ranked(UNLIKE, work) if len(entry[1]) == 8)
+    shares = {pipeline.stages[0].devices[0][0]: pipeline.micro_batch for pipeline in draft}
+    assert shares["a"] > shares["v"]
+
+
+def test_nothing_is_ranked_that_cannot_be_worth_it_or_when_it_is_late() -> None:
+    work = job(LARGE, sequence_length=4096, batch=64)
+    grids = Sharded(NVLINK, work, NVLINK.nodes, Pricing(NVLINK, work))
+    least_s = grids.ranked(math.inf, lambda: False)[0][0]
+    assert grids.ranked(least_s, lambda: False) == []
+    assert grids.ranked(math.inf, lambda: True) == []
+
+
+def test_motley_shards_where_memory_is_tight_and_links_are_fast() -> None:
+    work = job(LARGE, sequence_length=4096, batch=64)
+    found = partition.plan(NVLINK, work, budget_s=6.0)
+    assert found.plan is not None and found.plan.zero_stage >= 2
+    assert found.cost is not None
+    least_s = min(simulate(make_plan(NVLINK, work, *entry[1:]), NVLINK).iteration_s for entry in ranked(NVLINK, work)[:4])
+    assert found.cost.iteration_s == pytest.approx(least_s)
