@@ -41,6 +41,7 @@ class Settings:
     zero_stage: int = 1
     sequence_parallel: bool = False
     offload_optimizer: bool = False
+    expert_parallel: int = 1
 
 
 def stage(
@@ -67,6 +68,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         schedule=settings.schedule,
         zero_stage=settings.zero_stage,
         sequence_parallel=settings.sequence_parallel,
+        expert_parallel=settings.expert_parallel,
         offload_optimizer=settings.offload_optimizer,
         optimizer=job.optimizer,
     )

@@ -261,6 +261,10 @@ class Pricing:
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
         return found
 
+    def all_to_all_s(self, devices: Devices, num_bytes: float) -> float:
+        """Seconds of an all-to-all among devices of which each has so many bytes, alone on their links."""
+        return self._collective_s(TensorCollective("all_to_all", num_bytes, 1, "expert"), devices)
+
     def step_s(self, devices: Devices, layers: int, first: bool, last: bool, pipelines: int, settings: Settings) -> float:
         """Seconds of the optimizer step of a stage of one of so many pipelines in its host's memory; 0.0 on its GPUs."""
         if not settings.offload_optimizer:

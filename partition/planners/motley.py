@@ -8,7 +8,8 @@ by their speed. So the search is over layouts alone:
        rows' order and degrees, of micro-batch, schedule (1F1B, eager 1F1B, zero bubble) and where the optimizer's states are
        (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of pipelines,
        then all the way from the best of these and from the best of many random deals of as many pipelines, then from changes of
-       the best. Where they end is judged. So are the fully sharded grids (`partition.sharded`) that may be better.
+       the best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`)
+       and may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -64,13 +65,13 @@ from partition.drafts import (
 )
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
+from partition.grids import Grids
 from partition.parallel import News, beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
-from partition.sharded import Sharded
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
@@ -137,8 +138,8 @@ FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
 simulation takes no more work than this where there is such a one."""
 
-SHARDED = 0.05
-"""The share of the budget that fully sharded grids may take before they are judged."""
+DIVIDED = 0.04
+"""The share of the budget after which the pricing of grids ends; after another one their estimates do."""
 
 FINALISTS, SCHEDULED = 24, 2
 """So many are judged, and so many of the best are tried with all schedules before."""
@@ -257,7 +258,7 @@ class _Hunt:
         self.load()
         self.begin()
         self.load()
-        self.shard()
+        self.divide()
         self.start()
         self.resettle()
         self.explore()
@@ -290,22 +291,35 @@ class _Hunt:
             if self.search.elapsed_s > until_s and self.found:
                 break
 
-    def shard(self) -> None:
-        """Has the best fully sharded grids judged that may be better than the best plan so far."""
+    def divide(self) -> None:
+        """Has those grids judged that divide gradients, parameters or experts and may be better than the best plan so far."""
         least_s = math.inf if self.search.best is None else self.search.best[1].iteration_s
-        until_s = self.search.elapsed_s + SHARDED * self.search.budget_s
-        grids = Sharded(self.search.cluster, self.job, list(self.nodes.values()), self.pricing)
+        part_s, now_s = DIVIDED * self.search.budget_s, self.search.elapsed_s
+        grids = Grids(self.search.cluster, self.job, list(self.nodes.values()), self.pricing)
 
-        def late() -> bool:
+        def late(parts: int = 1) -> bool:
             self.search.check_budget()
-            return self.search.elapsed_s > until_s
+            return self.search.elapsed_s > now_s + parts * part_s
 
-        found = []
-        for price_s, draft, settings in grids.ranked(least_s, late)[:FINALISTS]:
-            if self.estimates is not None and not late():
-                price_s = self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
-            least_s = min(least_s, price_s)
-            found.append((price_s, draft, settings))
+        found: list[tuple[float, Draft, Settings]] = []
+
+        def add(seconds: float, draft: Draft, settings: Settings) -> None:
+            nonlocal least_s
+            if self.estimates is not None:
+                seconds = self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
+            least_s = min(least_s, seconds)
+            found.append((seconds, draft, settings))
+
+        for price_s, grid in grids.priced(late):
+            if price_s >= least_s or late(2):
+                break
+            fitted = grids.fitted(grid)
+            if fitted is not None and fitted[0] < least_s:
+                add(*fitted, grid.settings)
+        if self.estimates is not None:  # which tell the schedules apart
+            for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
+                for name in SPLIT_SCHEDULES if settings.zero_stage < 2 and len(draft[0].stages) > 1 else ():
+                    add(math.inf, draft, replace(settings, schedule=name))
         near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
         self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 

@@ -1,21 +1,20 @@
-"""Fully sharded grids: what they promise of memory, batch and speed, and that `motley` takes them where they are the best."""
+"""Grids that divide more than states: what they promise of memory, batch and speed, and that `motley` takes the best."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 import partition
 from partition.drafts import Draft, Settings, make_plan, stage
+from partition.grids import Grids
 from partition.pricing import Pricing
-from partition.sharded import Sharded
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Nic
 from sim.spec.job import Job
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, node
 
 LARGE = Transformer(name="large", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000)
@@ -31,7 +30,15 @@ UNLIKE = cluster(
 
 
 def ranked(world: Cluster, work: Job) -> list[tuple[float, Draft, Settings]]:
-    return Sharded(world, work, world.nodes, Pricing(world, work)).ranked(math.inf, lambda: False)
+    """All grids that fit, the cheapest first."""
+    grids = Grids(world, work, world.nodes, Pricing(world, work))
+    found = []
+    for least_s, grid in grids.priced(lambda: False):
+        fitted = grids.fitted(grid)
+        if fitted is not None:
+            assert fitted[0] >= least_s
+            found.append((*fitted, grid.settings))
+    return sorted(found, key=lambda entry: entry[0])
 
 
 @pytest.mark.parametrize(
@@ -44,9 +51,9 @@ def ranked(world: Cluster, work: Job) -> list[tuple[float, Draft, Settings]]:
     ],
     ids=["alike", "tight", "unlike", "nodes of two sizes"],
 )
-def test_what_is_ranked_fits_takes_the_batch_and_is_priced_at_best(world: Cluster, work: Job) -> None:
+def test_a_grid_fits_takes_the_batch_and_is_priced_at_best(world: Cluster, work: Job) -> None:
     found = ranked(world, work)
-    assert found and [price_s for price_s, _, _ in found] == sorted(price_s for price_s, _, _ in found)
+    assert found
     for price_s, draft, settings in found[:6]:
         plan = make_plan(world, work, draft, settings)
         assert infeasible(plan, world) is None
@@ -76,12 +83,15 @@ def test_faster_gpus_take_more_of_each_micro_batch() -> None:
     assert shares["a"] > shares["v"]
 
 
-def test_nothing_is_ranked_that_cannot_be_worth_it_or_when_it_is_late() -> None:
-    work = job(LARGE, sequence_length=4096, batch=64)
-    grids = Sharded(NVLINK, work, NVLINK.nodes, Pricing(NVLINK, work))
-    least_s = grids.ranked(math.inf, lambda: False)[0][0]
-    assert grids.ranked(least_s, lambda: False) == []
-    assert grids.ranked(math.inf, lambda: True) == []
+def test_experts_are_divided_among_alike_pipelines() -> None:
+    mixture = replace(TINY, name="mixture", experts=Moe(4, 2, 1024))
+    world, work = cluster(node("a", "A100-40GB-SXM", 4, "nvlink")), job(mixture, batch=16)
+    found = ranked(world, work)
+    assert {settings.expert_parallel for _, _, settings in found} > {1, 4}
+    for _, draft, settings in found[:4]:
+        plan = make_plan(world, work, draft, settings)
+        assert plan.expert_parallel == settings.expert_parallel
+        assert infeasible(plan, world) is None and simulate(plan, world).iteration_s > 0
 
 
 def test_motley_shards_where_memory_is_tight_and_links_are_fast() -> None:

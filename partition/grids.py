@@ -1,38 +1,40 @@
-"""Fully sharded grids: pipelines of one cut, whose copies divide gradients (ZeRO 2) or parameters, too (ZeRO 3).
+"""Grids that divide more than optimizer states: pipelines of one cut, whose copies divide gradients (ZeRO 2), parameters, too
+(ZeRO 3), or the experts of a mixture.
 
-Where memory is tight and the network fast, such a plan needs no recomputation and has no bubble: with one stage it is what
-DeepSpeed and FSDP do. The grids are those of `partition.planners.megatron`. All pipelines have as many micro-batches; the
+Where memory is tight and the network fast, a fully sharded plan needs no recomputation and has no bubble: with one stage it is
+what DeepSpeed and FSDP do. The grids are those of `partition.planners.megatron`. All pipelines have as many micro-batches; the
 sequences of each are dealt to them by their speed, so that faster GPUs take more. Of the layers those are recomputed for
 which memory has no room. A grid takes, with M micro-batches, S stages and C seconds of computation of the slowest one,
 
     (M + S - 1) max(C, exchanges of a micro-batch)
 
-at best: one reduce-scatter of the gradients, and under ZeRO 3 two gathers of the parameters. It is by this price that they are
-ranked; nothing else than these exchanges, as if they hid behind the computation, is in it.
+at best: under ZeRO 2 and 3 one reduce-scatter of the gradients, under ZeRO 3 two gathers of the parameters, as if they hid
+behind the computation; what takes tokens to their experts and back counts for C. It is by this price that they are ranked.
 
-Source: Rajbhandari et al. (2020), arXiv:1910.02054. Left out: stages of unlike kinds one after another, shard groups, uneven
-cuts.
+Sources: Rajbhandari et al. (2020), arXiv:1910.02054; Lepikhin et al. (2020), arXiv:2006.16668, for experts. Left out: stages of
+unlike kinds one after another, experts divided over unlike kinds, shard groups, uneven cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.batches import Pace, split_batch
-from partition.drafts import SLACK, Draft, Settings, make_plan, stage
+from partition.drafts import Draft, Settings, make_plan, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from sim.cost.memory import lane_parts
 from sim.spec.cluster import Cluster, Node
-from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters
+from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters_at
 from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline
 
-ZERO_STAGES = (2, 3)
+ZERO_STAGES = (1, 2, 3)
 
 MOST_STAGES = 8
 """The deepest pipelines: each stage's copies exchange what it holds at every micro-batch, and deeper ones have more of them."""
@@ -54,34 +56,27 @@ class Grid:
     settings: Settings
 
 
-class Sharded:
-    """The fully sharded grids of one job on some nodes."""
+class Grids:
+    """The grids of one job on some nodes."""
 
     def __init__(self, cluster: Cluster, job: Job, nodes: Sequence[Node], pricing: Pricing) -> None:
         self._cluster, self._job, self._nodes, self._pricing = cluster, job, nodes, pricing
+        experts = 1 if job.model.experts is None else job.model.experts.experts
+        self._expert_degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
 
-    def ranked(self, worth_s: float, late: Callable[[], bool]) -> list[tuple[float, Draft, Settings]]:
-        """The grids that fit and may take less than `worth_s`, with their prices, cheapest first; fewer where it gets late."""
-        priced: list[tuple[float, int, Grid]] = []
+    def priced(self, late: Callable[[], bool]) -> list[tuple[float, Grid]]:
+        """The grids with their prices without recomputation, cheapest first; where it gets late those of the largest parts."""
+        found: list[tuple[float, int, Grid]] = []
         for grid in self._grids():
             if late():
-                return []
-            price_s = self._price_s(grid, {})
-            if price_s < worth_s:
-                priced.append((price_s, len(priced), grid))
-        priced.sort(key=lambda entry: entry[:2])
-        found: list[tuple[float, Draft, Settings]] = []
-        for price_s, _, grid in priced:
-            if late() or price_s >= worth_s:
                 break
-            full = self._recomputed(grid)
-            if full is None:
-                continue
-            price_s = self._price_s(grid, full)
-            if price_s < worth_s:
-                found.append((price_s, self._draft(grid, full), grid.settings))
-                worth_s = min(worth_s, SLACK * price_s)
-        return sorted((entry for entry in found if entry[0] < worth_s), key=lambda entry: entry[0])
+            found.append((self._price_s(grid, {}), len(found), grid))
+        return [(price_s, grid) for price_s, _, grid in sorted(found, key=lambda entry: entry[:2])]
+
+    def fitted(self, grid: Grid) -> tuple[float, Draft] | None:
+        """The draft of a grid that recomputes as little as memory allows, and its price; None where it does not fit."""
+        full = self._recomputed(grid)
+        return None if full is None else (self._price_s(grid, full), self._draft(grid, full))
 
     def _grids(self) -> Iterator[Grid]:
         """All grids of at least two pipelines."""
@@ -98,9 +93,13 @@ class Sharded:
                     if job.global_batch % number or job.global_batch > number * copies * MOST_SEQUENCES:
                         continue
                     shares = split_batch(job.global_batch // number, [Pace(1, 0.0, seconds) for seconds in one_s])
-                    if shares is not None and max(shares) <= MOST_SEQUENCES:
-                        for zero_stage in ZERO_STAGES:
-                            yield Grid(pipelines, tuple(shares), number, replace(settings, zero_stage=zero_stage))
+                    if shares is None or max(shares) > MOST_SEQUENCES:
+                        continue
+                    alike = not unlike and min(shares) == max(shares)
+                    for degree, zero_stage in product(self._expert_degrees, ZERO_STAGES):
+                        if (degree > 1 and alike and copies % degree == 0) or (degree == 1 and zero_stage > 1):
+                            chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree)
+                            yield Grid(pipelines, tuple(shares), number, chosen)
 
     def _cuts(self, grid: Grid) -> list[LayerRange]:
         """The layers of each stage."""
@@ -129,11 +128,23 @@ class Sharded:
             pieces = pricing.stage(grid.pipelines[p][s], share, grid.settings)
             forward_s = pieces.forward_s(count, s == 0, s == last)
             slowest_s = max(slowest_s, forward_s + pieces.backward_s(count, full.get(look, 0), s == 0, s == last))
-        held = (cuts[0][1] - cuts[0][0]) * layer_parameters(model) + embedding_parameters(model)
+        slowest_s += self._experts_s(grid, cuts[0][1] - cuts[0][0])
+        if grid.settings.zero_stage < 2:
+            return (grid.micro_batches + last) * slowest_s
+        held = (cuts[0][1] - cuts[0][0]) * layer_parameters_at(model, 1, grid.settings.expert_parallel)
+        held += embedding_parameters(model)
         held += head_parameters(model) if last == 0 else 0
         reduce_s, gather_s = pricing.exchange_s(tuple([groups[0] for groups in grid.pipelines]), held)
         exchange_s = reduce_s + (2 * gather_s if grid.settings.zero_stage == 3 else 0.0)
         return (grid.micro_batches + last) * max(slowest_s, exchange_s)
+
+    def _experts_s(self, grid: Grid, layers: int) -> float:
+        """Seconds in which tokens go to their experts and back, in both passes of a micro-batch through so many layers."""
+        model, degree, first = self._job.model, grid.settings.expert_parallel, grid.pipelines[0][0]
+        if model.experts is None or degree == 1:
+            return 0.0
+        num_bytes = self._pricing.activation_bytes(grid.shares[0]) * model.experts.top_k / len(first)
+        return 4 * layers * self._pricing.all_to_all_s(tuple([groups[0][0] for groups in grid.pipelines[:degree]]), num_bytes)
 
     def _draft(self, grid: Grid, full: dict[Looks, int]) -> Draft:
         """The draft of a grid of which so many layers of each stage are recomputed."""
