@@ -35,7 +35,7 @@ MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
 
 OFFLOADED = 0.25
-"""The share of random deals that keep the optimizer's states in the hosts' memory."""
+"""The share of random deals that keep the optimizer's states in the hosts' memory, where GPUs are short of it."""
 
 PARTS = 8
 """Into so many parts a row is divided at most, some of which a random deal has before all other rows."""
@@ -107,8 +107,11 @@ class Deals:
             for by_node in (True, False):
                 yield Deal(rows, pipelines, by_node, 1, settings)
 
-    def drawn(self, pipelines: int, rng: np.random.Generator) -> Deal:
-        """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree."""
+    def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False) -> Deal:
+        """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
+
+        Where memory is short some have the optimizer's states in the hosts' memory.
+        """
         cut = int(rng.integers(len(self._rows)))
         nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
         at = int(rng.integers(len(nodes) + 1)) if len(nodes) < PARTS else int(rng.integers(PARTS + 1)) * len(nodes) // PARTS
@@ -121,7 +124,7 @@ class Deals:
             rows.append(Row(part, allowed[int(rng.integers(len(allowed)))]))
         schedules = (*SCHEDULES, SPLIT_SCHEDULES[-1])
         schedule = schedules[int(rng.integers(len(schedules)))]
-        settings = Settings(schedule, 1, bool(rng.random() < 0.5), bool(rng.random() < OFFLOADED))
+        settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED))
         return Deal(tuple(rows), pipelines, bool(rng.random() < 0.8), MICRO_BATCHES[int(rng.integers(2))], settings)
 
     def layout(self, deal: Deal) -> Layout | None:

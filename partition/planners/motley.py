@@ -496,10 +496,12 @@ class _Hunt:
         """
         now_s = self.search.elapsed_s
         paces: dict[Deal, float] = {}
+        drafted = self._drafted(deal)
+        short = drafted is None or deal.settings.offload_optimizer or _recomputes(drafted[0])
         for _ in range(DRAWN):
             if self.search.elapsed_s > now_s + DRAWING * (until_s - now_s):
                 break
-            drawn = self.deals.drawn(deal.pipelines, rng)
+            drawn = self.deals.drawn(deal.pipelines, rng, short)
             if drawn not in paces:
                 paces[drawn] = self._pace_s(drawn)
         best: tuple[float, Deal] | None = None
@@ -581,8 +583,7 @@ class _Hunt:
         """Prices the best layouts with all other settings and micro-batches."""
         until_s = self.search.elapsed_s + max(self._left_s(RESETTLED), (RESETTLED - STARTED) * self.search.budget_s)
         for _, layout, draft in self.ranked()[:WALKS]:
-            recomputes = any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
-            memory = ((0, False), (1, False), (1, True)) if recomputes else ((0, False), (1, False))
+            memory = ((0, False), (1, False), (1, True)) if _recomputes(draft) else ((0, False), (1, False))
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
             for schedule, (zero_stage, offload), sequence_parallel, size in product(
                 (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, MICRO_BATCHES
@@ -1212,6 +1213,11 @@ class _Hunt:
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
+
+
+def _recomputes(draft: Draft) -> bool:
+    """Whether any layer is recomputed."""
+    return any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
 
 
 def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:
