@@ -117,7 +117,7 @@ def plan_title(plan: Plan) -> str:
         if degree > 1:
             facts.append(f"{name} parallel {degree}")
     if plan.offload_optimizer:
-        facts.append(f"optimizer in hosts (up to {max(host_bytes(plan).values()) / GIB:.0f} GiB)")
+        facts.append(f"optimizer in hosts (up to {max(host_bytes(plan).values()) / GIB:.1f} GiB)")
     return ", ".join(facts)
 
 

@@ -74,6 +74,11 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
     )
 
 
+def settings_of(plan: Plan) -> Settings:
+    """What a plan says of all its pipelines at once."""
+    return Settings(plan.schedule, plan.zero_stage, plan.sequence_parallel, plan.offload_optimizer, plan.expert_parallel)
+
+
 def simulation_work(draft: Draft) -> int:
     """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, more between nodes."""
     total = 0

@@ -4,12 +4,13 @@
 Where memory is tight and the network fast, a fully sharded plan needs no recomputation and has no bubble: with one stage it is
 what DeepSpeed and FSDP do. The grids are those of `partition.planners.megatron`. All pipelines have as many micro-batches; the
 sequences of each are dealt to them by their speed, so that faster GPUs take more. Of the layers those are recomputed for
-which memory has no room. A grid takes, with M micro-batches, S stages and C seconds of computation of the slowest one,
+which memory has no room. A grid of M micro-batches whose stages compute for C seconds takes
 
-    (M + S - 1) max(C, exchanges of a micro-batch)
+    max over stages (sum of C up to it + (M - 1) C), and M times the exchanges of a micro-batch
 
-at best: under ZeRO 2 and 3 one reduce-scatter of the gradients, under ZeRO 3 two gathers of the parameters, as if they hid
-behind the computation; what takes tokens to their experts and back counts for C. It is by this price that they are ranked.
+at best, whichever is longer: under ZeRO 2 and 3 one reduce-scatter of the layers' gradients, under ZeRO 3 two gathers of their
+parameters, as if they hid behind the computation; what takes tokens to their experts and back counts for C. It is by this price
+that they are ranked.
 
 Sources: Rajbhandari et al. (2020), arXiv:1910.02054; Lepikhin et al. (2020), arXiv:2006.16668, for experts. Left out: stages of
 unlike kinds one after another, experts divided over unlike kinds, shard groups, uneven cuts.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import TypeAlias
 
 from partition.assembly import Groups
@@ -29,8 +30,10 @@ from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from sim.cost.memory import lane_parts
+from sim.cost.pieces import layer_seconds
 from sim.spec.cluster import Cluster, Node
-from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters_at
+from sim.spec.compile import MOST_INSTRUCTIONS, instruction_estimate
+from sim.spec.counts import layer_parameter_parts
 from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline
 
@@ -42,8 +45,8 @@ MOST_STAGES = 8
 MOST_SEQUENCES = 16
 """Of one pipeline in a micro-batch."""
 
-Looks: TypeAlias = tuple[int, int, str, int]
-"""What decides how much of a stage is recomputed: its place, its sequences, its kind and its bytes of memory."""
+Looks: TypeAlias = tuple[int, int, int, int]
+"""What decides how long a stage takes and how much it recomputes: its place, its sequences, its kind and its bytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Grids:
     def __init__(self, cluster: Cluster, job: Job, nodes: Sequence[Node], pricing: Pricing) -> None:
         self._cluster, self._job, self._nodes, self._pricing = cluster, job, nodes, pricing
         experts = 1 if job.model.experts is None else job.model.experts.experts
+        self._fewer: dict[object, float] = {}
         self._expert_degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
 
     def priced(self, late: Callable[[], bool]) -> list[tuple[float, Grid]]:
@@ -74,9 +78,15 @@ class Grids:
         return [(price_s, grid) for price_s, _, grid in sorted(found, key=lambda entry: entry[:2])]
 
     def fitted(self, grid: Grid) -> tuple[float, Draft] | None:
-        """The draft of a grid that recomputes as little as memory allows, and its price; None where it does not fit."""
+        """The draft of a grid that recomputes as little as memory allows, and its price; None where it does not fit, or
+        its program is too long to be simulated."""
         full = self._recomputed(grid)
-        return None if full is None else (self._price_s(grid, full), self._draft(grid, full))
+        if full is None:
+            return None
+        draft = self._draft(grid, full)
+        if instruction_estimate(make_plan(self._cluster, self._job, draft, grid.settings)) > MOST_INSTRUCTIONS:
+            return None
+        return self._price_s(grid, full), draft
 
     def _grids(self) -> Iterator[Grid]:
         """All grids of at least two pipelines."""
@@ -115,28 +125,53 @@ class Grids:
 
     def _look(self, s: int, share: int, devices: Sequence[str]) -> Looks:
         gpu = self._cluster.device(devices[0]).gpu
-        return s, share, gpu.name, gpu.memory_bytes
+        return s, share, id(gpu), gpu.memory_bytes
 
     def _price_s(self, grid: Grid, full: dict[Looks, int]) -> float:
         """Seconds of an iteration at best; see the head of this file. With how many layers are recomputed in full."""
-        cuts, model, pricing = self._cuts(grid), self._job.model, self._pricing
+        cuts, number = self._cuts(grid), grid.micro_batches
         last = len(cuts) - 1
-        slowest_s = 0.0
+        stages_s = [0.0] * len(cuts)
         for look, p in self._looks(grid).items():
             s, share = look[:2]
-            count = cuts[s][1] - cuts[s][0]
-            pieces = pricing.stage(grid.pipelines[p][s], share, grid.settings)
-            forward_s = pieces.forward_s(count, s == 0, s == last)
-            slowest_s = max(slowest_s, forward_s + pieces.backward_s(count, full.get(look, 0), s == 0, s == last))
-        slowest_s += self._experts_s(grid, cuts[0][1] - cuts[0][0])
-        if grid.settings.zero_stage < 2:
-            return (grid.micro_batches + last) * slowest_s
-        held = (cuts[0][1] - cuts[0][0]) * layer_parameters_at(model, 1, grid.settings.expert_parallel)
-        held += embedding_parameters(model)
-        held += head_parameters(model) if last == 0 else 0
-        reduce_s, gather_s = pricing.exchange_s(tuple([groups[0] for groups in grid.pipelines]), held)
-        exchange_s = reduce_s + (2 * gather_s if grid.settings.zero_stage == 3 else 0.0)
-        return (grid.micro_batches + last) * max(slowest_s, exchange_s)
+            count, devices = cuts[s][1] - cuts[s][0], grid.pipelines[p][s]
+            pieces = self._pricing.stage(devices, share, grid.settings)
+            seconds = pieces.forward_s(count, s == 0, s == last)
+            seconds += pieces.backward_s(count, full.get(look, 0), s == 0, s == last)
+            seconds *= self._with_fewer_experts(devices[0], len(devices), share, grid.settings.expert_parallel)
+            stages_s[s] = max(stages_s[s], seconds + self._experts_s(grid, count))
+        exchange_s = self._exchange_s(grid, cuts[0][1] - cuts[0][0])
+        # The first micro-batch comes through the stages before one, and its last gradient goes back there.
+        ends_s = [way_s + (number - 1) * stage_s for way_s, stage_s in zip(accumulate(stages_s), stages_s, strict=True)]
+        return max(*ends_s, sum(stages_s), number * exchange_s)
+
+    def _exchange_s(self, grid: Grid, layers: int) -> float:
+        """Seconds of what the copies of the first stage exchange for each micro-batch; its ends come once for all."""
+        model, degree, zero_stage = self._job.model, grid.settings.expert_parallel, grid.settings.zero_stage
+        lanes = tuple([groups[0] for groups in grid.pipelines])
+        layer = layer_parameter_parts(model)
+        seconds = 0.0
+        # Those that hold the same experts are one of each group over which the experts are divided.
+        everywhere = layer.total - layer.experts
+        for held, members in ((everywhere, lanes), (layer.experts // degree, lanes[::degree])):
+            if held and len(members) > 1 and zero_stage > 1:
+                reduce_s, gather_s = self._pricing.exchange_s(members, layers * held)
+                seconds += reduce_s + (2 * gather_s if zero_stage == 3 else 0.0)
+        return seconds
+
+    def _with_fewer_experts(self, device: str, tensor: int, share: int, degree: int) -> float:
+        """How many times as long a layer computes where a GPU holds a part of the experts."""
+        if degree == 1:
+            return 1.0
+        key = (id(self._cluster.device(device).gpu), tensor, share, degree)
+        if key not in self._fewer:
+            job, kind, stack = self._job, self._cluster.device(device).gpu, self._cluster.stack
+            few, all_of_them = (
+                layer_seconds(kind, stack, job.model, share, job.sequence_length, tensor, tensor > 1, job.precision, 1, held)
+                for held in (degree, 1)
+            )
+            self._fewer[key] = (few.forward_s + few.backward_s) / (all_of_them.forward_s + all_of_them.backward_s)
+        return min(1.0, self._fewer[key])
 
     def _experts_s(self, grid: Grid, layers: int) -> float:
         """Seconds in which tokens go to their experts and back, in both passes of a micro-batch through so many layers."""

@@ -185,7 +185,10 @@ def _part(cluster: Cluster, gpus: dict[str, int]) -> Cluster | None:
         part = cluster.without_nodes({node.name for node in cluster.nodes} - set(gpus))
     except InputError:
         return None
-    nodes = tuple(node if node.gpus == gpus[node.name] else replace(node, gpus=gpus[node.name]) for node in part.nodes)
+    nodes = tuple(
+        node if node.gpus == gpus[node.name] else replace(node, gpus=gpus[node.name], host_gpus=node.host_gpus or node.gpus)
+        for node in part.nodes
+    )
     return part if nodes == part.nodes else part.with_nodes(nodes, part.wan, part.bandwidth_matrix)
 
 

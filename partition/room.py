@@ -1,8 +1,8 @@
 """How many layers a device holds: the bytes of a stage as a sum of parts that grow with its layers and with its micro-batches.
 
 What the parts are is not said here but asked of `sim.cost.memory`, by plans of models of a few layers whose totals are
-compared: under ZeRO 0 and 1 they are linear in the layers and in the micro-batches in flight. Answers are kept for the next
-stage that is alike.
+compared: under ZeRO 0 and 1 they are linear in the layers and in the micro-batches in flight, and it is asked about no other
+stages. Answers are kept for the next one that is alike.
 """
 
 from __future__ import annotations
@@ -96,7 +96,16 @@ class Room:
         only = first and last
         if settings.zero_stage == 0:
             pipelines = min(pipelines, FEW)  # nothing is divided over them
-        key = (pipelines, degree, micro_batch, settings.zero_stage, settings.sequence_parallel, settings.offload_optimizer, only)
+        key = (
+            pipelines,
+            degree,
+            micro_batch,
+            settings.zero_stage,
+            settings.sequence_parallel,
+            settings.offload_optimizer,
+            settings.expert_parallel,
+            only,
+        )
         found = self._known.get(key)
         if found is None:
             if pipelines <= MANY:

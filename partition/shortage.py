@@ -3,8 +3,8 @@
 The least hungry plan is looked for among those that recompute everything, one sequence at a time: pipelines over all GPUs, or
 those that hold a layer, in a few orders, their layers cut so that the stage that lacks most lacks the least; and copies of
 shorter pipelines that divide all of their state (ZeRO 3); each with tensor parallelism inside the nodes up to several degrees.
-What it does not do, because no planner here does, is to keep states in the hosts' memory: that is among what is tried to make
-it fit, beside more of the same GPUs and shorter sequences.
+What it does not do, as of the planners only `motley` does, is to keep states in the hosts' memory: that is among what is tried to
+make it fit, beside more of the same GPUs and shorter sequences.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _remedy(cluster: Cluster, job: Job) -> str:
             found.append(f"{times} times the GPUs ({gpus * times})")
             break
     if _fits(cluster, job, offload=True):
-        found.append("the optimizer's states in the hosts' memory (offload_optimizer in a plan)")
+        found.append("the optimizer's states in the hosts' memory (offload_optimizer in a plan; --planner motley tries it)")
     for part in SHORTER:
         if job.sequence_length % part == 0 and _fits(cluster, replace(job, sequence_length=job.sequence_length // part)):
             found.append(f"sequences of {job.sequence_length // part} tokens (--seq-len)")

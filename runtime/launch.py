@@ -157,7 +157,7 @@ def _environment(settings: Settings, workers: int) -> dict[str, str]:
         variables["GLOO_SOCKET_IFNAME"] = loopback  # by default gloo asks for the address of the host's name, which may fail
     if settings.pace is not None:
         variables["OMP_NUM_THREADS"] = "1"  # the others wait most of the time, but all at once do not
-    elif settings.device == "cpu":
+    else:  # the forwards of CPU runs, and optimizer steps in the host's memory
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(1, cores // workers))
     return {name: value for name, value in variables.items() if name not in os.environ}

@@ -74,9 +74,7 @@ class _Master:
         self.values = (
             values[whole.offset : whole.offset + whole.size]
             if self.aliased and whole is not None
-            else torch.empty(stop - start, dtype=dtype, pin_memory=values.is_cuda)
-            if offload
-            else torch.empty(stop - start, dtype=dtype, device=values.device)
+            else torch.empty(stop - start, dtype=dtype, device="cpu" if offload else values.device)
         )
         self.states = {name: torch.zeros_like(self.values) for name in states}
         # Numbers that decay and numbers that do not lie apart; each stretch is one parameter for torch's optimizer.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from sim.alike import alike
-from sim.cost.compute import ComputeCost
+from sim.cost.compute import ComputeCost, host_of
 from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, routes, slowest_bytes
 from sim.cost.traffic import exchange, inner, message, switch_owners, work
@@ -206,7 +206,9 @@ class Prepared:
         # What messages that keep a lane take, and steps of rings, depends on the nodes that devices are on.
         if cluster.stack.ring_step_s or cluster.stack.keeps_messages(len(cluster.nodes)):
             return {lane.name: lane for lane in lanes}
-        kinds = {device.name: id(device.gpu) for device in cluster.devices}
+        kinds: dict[str, Hashable] = {device.name: id(device.gpu) for device in cluster.devices}
+        if self.plan.offload_optimizer:  # the step depends on the host, too
+            kinds = {device.name: (id(device.gpu), *host_of(device.node)) for device in cluster.devices}
         keys = {lane.name: (built[lane.name], *(kinds.get(device, device) for device in lane.devices)) for lane in lanes}
         return {lane.name: first.setdefault(keys[lane.name], lane) for lane in lanes}
 

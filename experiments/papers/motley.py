@@ -32,7 +32,7 @@ from experiments.sweep import Label, Run, given
 from experiments.sweep_files import with_bandwidth
 from partition.assembly import Assembly, Groups
 from partition.batches import Pace, split_batch
-from partition.drafts import Settings, make_plan, stage
+from partition.drafts import Settings, make_plan, settings_of, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import shapes
 from partition.pricing import Pricing
@@ -233,7 +233,7 @@ def evened(cluster: Cluster, plan: Plan) -> dict[Dealt, Plan]:
     Its pipelines have micro-batches of one size, and stages of one replica and one range of layers.
     """
     job, micro_batch = plan.job(), plan.pipelines[0].micro_batch
-    settings = Settings(plan.schedule, plan.zero_stage, plan.sequence_parallel)
+    settings = settings_of(plan)
     groups = [tuple(held.devices for held in pipeline.stages) for pipeline in plan.pipelines]
     even_cuts = [even_split(job.model.layers, len(stages)) for stages in groups]
     own_cuts = [[held.layer_count for held in pipeline.stages] for pipeline in plan.pipelines]

@@ -65,7 +65,7 @@ from partition.drafts import (
 )
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
-from partition.grids import Grids
+from partition.grids import MOST_SEQUENCES, Grids
 from partition.parallel import News, beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
@@ -143,9 +143,6 @@ DIVIDED = 0.04
 
 FINALISTS, SCHEDULED = 24, 2
 """So many are judged, and so many of the best are tried with all schedules before."""
-
-MOST_SEQUENCES = 16
-"""The largest micro-batch that is tried."""
 
 TUNINGS, POLISHED = 60, 200
 """The most improvements of a finalist by the fast judge, and the most changes of the best one that the judge is asked for."""
@@ -258,7 +255,7 @@ class _Hunt:
         self.load()
         self.begin()
         self.load()
-        self.divide()
+        self.try_grids()
         self.start()
         self.resettle()
         self.explore()
@@ -282,6 +279,10 @@ class _Hunt:
         for entry in found:
             self._keep(*entry)
         self.deal()
+        for _, deal in self.ends.values():  # no start may fit where these do
+            layout = self.deals.layout(deal)
+            if layout is not None:
+                self.score_s(layout)
 
     def start(self) -> None:
         """Prices the starts until their share of the budget is spent; descents may have taken more than theirs."""
@@ -291,15 +292,16 @@ class _Hunt:
             if self.search.elapsed_s > until_s and self.found:
                 break
 
-    def divide(self) -> None:
+    def try_grids(self) -> None:
         """Has those grids judged that divide gradients, parameters or experts and may be better than the best plan so far."""
-        least_s = math.inf if self.search.best is None else self.search.best[1].iteration_s
+        # Of plans on these GPUs: the search's best may be on others, where they are chosen, too.
+        least_s = min((seconds for seconds, _ in self.ends.values()), default=math.inf)
         part_s, now_s = DIVIDED * self.search.budget_s, self.search.elapsed_s
         grids = Grids(self.search.cluster, self.job, list(self.nodes.values()), self.pricing)
 
-        def late(parts: int = 1) -> bool:
+        def late(times: int = 1) -> bool:
             self.search.check_budget()
-            return self.search.elapsed_s > now_s + parts * part_s
+            return self.search.elapsed_s > now_s + times * part_s
 
         found: list[tuple[float, Draft, Settings]] = []
 
@@ -497,7 +499,7 @@ class _Hunt:
         now_s = self.search.elapsed_s
         paces: dict[Deal, float] = {}
         drafted = self._drafted(deal)
-        short = drafted is None or deal.settings.offload_optimizer or _recomputes(drafted[0])
+        short = drafted is None or _is_short(*drafted)
         for _ in range(DRAWN):
             if self.search.elapsed_s > now_s + DRAWING * (until_s - now_s):
                 break
@@ -583,7 +585,7 @@ class _Hunt:
         """Prices the best layouts with all other settings and micro-batches."""
         until_s = self.search.elapsed_s + max(self._left_s(RESETTLED), (RESETTLED - STARTED) * self.search.budget_s)
         for _, layout, draft in self.ranked()[:WALKS]:
-            memory = ((0, False), (1, False), (1, True)) if _recomputes(draft) else ((0, False), (1, False))
+            memory = ((0, False), (1, False), (1, True)) if _is_short(draft, layout.settings) else ((0, False), (1, False))
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
             for schedule, (zero_stage, offload), sequence_parallel, size in product(
                 (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, MICRO_BATCHES
@@ -1215,9 +1217,9 @@ class _Hunt:
                 yield tuple(made)
 
 
-def _recomputes(draft: Draft) -> bool:
-    """Whether any layer is recomputed."""
-    return any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
+def _is_short(draft: Draft, settings: Settings) -> bool:
+    """Whether memory is so short that layers are recomputed or the optimizer's states offloaded."""
+    return settings.offload_optimizer or any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
 
 
 def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:

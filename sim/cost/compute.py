@@ -44,20 +44,29 @@ def optimizer_bytes(precision: str, gradient_precision: str, optimizer: str) -> 
     return PRECISION_BYTES[gradient_precision] + 8 * OPTIMIZER_STATES[optimizer] + parameter
 
 
+def host_of(node: Node) -> tuple[float, float]:
+    """What decides how long a GPU's optimizer step takes in its node's memory: bytes per second of its part of the way there, and
+    how many GPUs the processors serve.
+
+    Each GPU of a node has its equal part of the processors, and of its PCIe switch's uplink, whether the others are used or not.
+    On NVLink nodes each GPU is taken to have a PCIe link of generation 4 to its host.
+    """
+    gpus = node.host_gpus or node.gpus
+    if node.intra.is_nvlink:
+        return PCIE_BYTES_PER_S["pcie4"], gpus
+    return node.intra.bandwidth_bytes_per_s / min(node.intra.gpus_per_switch, gpus), gpus
+
+
 def host_step_s(node: Node, parameters: float, precision: str, gradient_precision: str, optimizer: str) -> float:
     """Seconds of the optimizer step of so many parameters of a GPU whose states are in its host's memory.
 
-    Gradients come down, the processors update, parameters go up; nothing overlaps. Each GPU of a node has its equal part of the
-    processors, and of its PCIe switch's uplink, whether the others are used or not. On NVLink nodes each GPU is taken to have a
-    PCIe link of generation 4 to its host.
+    Gradients come down, the processors update, parameters go up; nothing overlaps. See `host_of`.
     """
-    rate, sharing = PCIE_BYTES_PER_S["pcie4"], 1
-    if not node.intra.is_nvlink:
-        rate, sharing = node.intra.bandwidth_bytes_per_s, min(node.intra.gpus_per_switch, node.gpus)
+    rate, gpus = host_of(node)
     moved = parameters * (PRECISION_BYTES[gradient_precision] + PRECISION_BYTES[precision])
     updated = parameters * optimizer_bytes(precision, gradient_precision, optimizer)
     # These are rates that a copy between host and GPU reaches; `Links.efficiency` of PCIe is of collectives among GPUs.
-    return moved * sharing / rate + updated * node.gpus / HOST_BYTES_PER_S
+    return moved / rate + updated * gpus / HOST_BYTES_PER_S
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------

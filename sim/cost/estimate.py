@@ -268,7 +268,7 @@ class _Folded:
                 tuple(stage.recomputed().items()),
                 place[lane.stage],
                 len(place),
-                # States in host memory make the step depend on who else uses the node.
+                # States in host memory make the step depend on the host.
                 self.cost.seconds(lane, step) if plan.offload_optimizer else None,
             )
             colours.append(numbers.setdefault(key, len(numbers)))

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.collectives import by_nccl, collective
-from sim.cost.compute import ComputeCost
+from sim.cost.compute import ComputeCost, host_of
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import (
@@ -522,7 +522,7 @@ class _Groups:
             paths.append((crossed, path.latency_s, path.step_s))
         rates = tuple(self._network.links[link].capacity_bytes_per_s for link in links)
         order = tuple(sorted(range(len(devices)), key=lambda i: devices[i].index))  # in which a ring visits them
-        return frozenset(id(device.gpu) for device in devices), node.intra, node.gpus, order, tuple(paths), rates
+        return frozenset(id(device.gpu) for device in devices), node.intra, host_of(node), order, tuple(paths), rates
 
 
 # --- What plans of equal settings have in common ---------------------------------------------------------------------
@@ -926,7 +926,7 @@ class _Settings:
             names, n = self._groups.alike_names[look.alike], self._model.layers
             cost, _ = self._alone(look._replace(layers=n, ends=3, selective=0, full=0))
             devices = [self._cluster.device(name) for name in names]
-            of_one = {(one.gpu, one.node.intra, one.node.gpus): (one.name,) * len(names) for one in devices}
+            of_one = {(one.gpu, host_of(one.node)): (one.name,) * len(names) for one in devices}
             for same in of_one.values():
                 none_s, all_s = (
                     cost.seconds(_lane(f"{same[0]}, {layers}", same, (0, layers), look.share, 0), OptimizerStep())

@@ -315,13 +315,19 @@ def peak_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
 
 
 def host_bytes(plan: Plan) -> dict[str, int]:
-    """Bytes of optimizer states in the memory of each node that the plan uses, by its name; empty where none are offloaded."""
+    """Bytes in the memory of each node that the plan uses, by its name; empty where no optimizer is offloaded.
+
+    They are the optimizer's states, and a copy of the parameters in fp32, also where those on the GPUs are in fp32. Gradients
+    come there for the step besides.
+    """
     found: dict[str, int] = {}
     if plan.offload_optimizer:
+        states = 4 * OPTIMIZER_STATES[plan.optimizer]
+        scale = (states + 4) / states if PRECISION_BYTES[plan.precision] == 4 else 1
         for p, s, r, parts in lane_parts(replace(plan, offload_optimizer=False)):
             for name in plan.pipelines[p].stages[s].replicas[r].devices:
                 node = name.rpartition("/")[0]
-                found[node] = found.get(node, 0) + parts.optimizer
+                found[node] = found.get(node, 0) + round(scale * parts.optimizer)
     return found
 
 

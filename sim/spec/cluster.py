@@ -115,6 +115,8 @@ class Node:
     nic: Nic | None = None
     site: str = ""
     rack: str | None = None
+    host_gpus: int | None = None
+    """GPUs that its host serves, where it stands for a part of a machine."""
 
 
 @dataclass(frozen=True)

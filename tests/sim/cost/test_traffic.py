@@ -625,6 +625,21 @@ def test_shard_groups_must_divide_the_replicas() -> None:
 # --- Offloading ------------------------------------------------------------------------------------------------------
 
 
+def test_an_offloaded_step_takes_what_its_own_host_does_whichever_lane_comes_first() -> None:
+    # A GPU that has a host to itself, and one of eight.
+    nodes = tuple(replace(ethernet_cluster([gpus], RATE, kind="pcie4").nodes[0], name=f"n{i}") for i, gpus in enumerate((1, 8)))
+    nodes = tuple(replace(one, gpus=gpus) for one, gpus in zip(nodes, (1, 8), strict=True))
+    cluster = replace(ethernet_cluster([2, 2], RATE, kind="pcie4"), nodes=nodes, stack=LOSES_NOTHING)
+    seconds = {
+        simulate(plan([first], [second], zero_stage=1, offload_optimizer=True), cluster).iteration_s
+        for first, second in (("n0/0", "n1/0"), ("n1/0", "n0/0"))
+    }
+    assert len({round(one, 12) for one in seconds}) == 1
+    spans = simulate(plan(["n0/0"], ["n1/0"], zero_stage=1, offload_optimizer=True), cluster).spans
+    steps = [span.end_s - span.start_s for span in spans if isinstance(span.instruction, OptimizerStep)]
+    assert max(steps) > 2 * min(steps)
+
+
 def test_an_offloaded_step_moves_gradients_down_and_parameters_up_and_updates_on_the_host() -> None:
     given = plan(["n0/0"], ["n0/1"], zero_stage=1, offload_optimizer=True)
     cluster = replace(ethernet_cluster([2], RATE, intra_bytes_per_s=2e9, kind="pcie4"), stack=LOSES_NOTHING)
