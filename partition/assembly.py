@@ -102,18 +102,11 @@ class Assembly:
         counts = split_batch(self._job.global_batch, [cut.pace for cut in chosen])
         if counts is None:
             return None
-        step_s = self._step_s(pipelines, chosen, settings) if settings.offload_optimizer else 0.0
+        step_s = 0.0
+        if settings.offload_optimizer:
+            unlike = {id(cut): zip(groups, cut.counts, strict=True) for groups, cut in zip(pipelines, chosen, strict=True)}
+            step_s = self._pricing.offloaded_step_s(unlike.values(), number, settings)
         return Dealt(pipelines, micro_batch, settings, chosen, counts, step_s)
-
-    def _step_s(self, pipelines: Sequence[Groups], cuts: Sequence[_Cut], settings: Settings) -> float:
-        """Seconds of the longest optimizer step in a host's memory."""
-        seconds = 0.0
-        for groups, cut in {id(cut): (groups, cut) for groups, cut in zip(pipelines, cuts, strict=True)}.values():
-            last = len(groups) - 1
-            for s, (devices, layers) in enumerate(zip(groups, cut.counts, strict=True)):
-                step_s = self._pricing.step_s(devices, layers, s == 0, s == last, len(pipelines), settings)
-                seconds = max(seconds, step_s)
-        return seconds
 
     def built(self, dealt: Dealt) -> Draft | None:
         """The draft of what was dealt; None where the pipeline with the most micro-batches does not fit."""

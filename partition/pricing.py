@@ -20,7 +20,7 @@ parameters gathered. Left out: an optimizer's step on the GPUs, and everything t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -265,16 +265,25 @@ class Pricing:
         """Seconds of an all-to-all among devices of which each has so many bytes, alone on their links."""
         return self._collective_s(TensorCollective("all_to_all", num_bytes, 1, "expert"), devices)
 
-    def step_s(self, devices: Devices, layers: int, first: bool, last: bool, pipelines: int, settings: Settings) -> float:
-        """Seconds of the optimizer step of a stage of one of so many pipelines in its host's memory; 0.0 on its GPUs."""
+    def offloaded_step_s(self, pipelines: Iterable[Iterable[tuple[Devices, int]]], copies: int, settings: Settings) -> float:
+        """Seconds of the longest optimizer step in a host's memory; 0.0 where the states are on the GPUs.
+
+        Of pipelines the stages' devices and numbers of layers are given, of `copies` pipelines those that differ are enough.
+        """
         if not settings.offload_optimizer:
             return 0.0
-        model, degree = self.job.model, len(devices)
-        parameters = layers * layer_parameters_at(model, degree)
-        parameters += first * embedding_parameters_at(model, degree) + last * head_parameters_at(model, degree)
-        own = parameters / pipelines if settings.zero_stage else parameters
-        node = self.cluster.device(devices[0]).node
-        return host_step_s(node, own, self.job.precision, "fp32", self.job.optimizer)
+        model, job, longest_s = self.job.model, self.job, 0.0
+        for pipeline in pipelines:
+            stages = list(pipeline)
+            for s, (devices, layers) in enumerate(stages):
+                degree = len(devices)
+                parameters = float(layers * layer_parameters_at(model, degree))
+                parameters += embedding_parameters_at(model, degree) if s == 0 else 0
+                parameters += head_parameters_at(model, degree) if s == len(stages) - 1 else 0
+                own = parameters / copies if settings.zero_stage else parameters
+                node = self.cluster.device(devices[0]).node
+                longest_s = max(longest_s, host_step_s(node, own, job.precision, "fp32", job.optimizer))
+        return longest_s
 
     def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
         """A byte of an activation, or of its gradient, from one stage to another."""
@@ -372,11 +381,9 @@ class Pricing:
             # What is busier takes longer, and what takes longer is less busy: the geometric mean leads to where both agree.
             ends = {key: math.sqrt(ends[key] * course.end_s(twins[key[0]], busy, total_s)) for key, course in different.items()}
         done = [max(ends[sign, course.micro_batches], floor_s) for sign, course in zip(signs, courses, strict=True)]
-        return self._synchronised_s(draft, settings, courses, done) + max(
-            self.step_s(part.replicas[0].devices, part.layer_count, s == 0, s == len(pipeline.stages) - 1, len(draft), settings)
-            for pipeline in draft
-            for s, part in enumerate(pipeline.stages)
-        )
+        stages = ([(part.replicas[0].devices, part.layer_count) for part in pipeline.stages] for pipeline in draft)
+        synchronised_s = self._synchronised_s(draft, settings, courses, done)
+        return synchronised_s + self.offloaded_step_s(stages, len(draft), settings)
 
     def _node(self, devices: Devices) -> str:
         return self.cluster.device(devices[0]).node.name
