@@ -85,7 +85,8 @@ def discover(name: str, run: Callable[..., str | None] | None = None, system: Pa
     topology = ask("topo", "-m")
     intra = _intra(kind, gpus, parse_topology(topology) if topology else {}, ask("nvlink", "-s") or "", notes)
     fabric = Fabric(start_s=links().start_s, step_s=links().step_s)
-    return Found(Cluster(name, (Node(name, kind, len(gpus), intra, nic),), fabric), tuple(notes))
+    node = Node(name, kind, len(gpus), intra, nic, host_memory_bytes=machine_bytes())
+    return Found(Cluster(name, (node,), fabric), tuple(notes))
 
 
 def ask_nvidia(*arguments: str) -> str | None:

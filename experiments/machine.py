@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from experiments.parallel import cores
-from sim.cost.memory import lane_parts
+from sim.cost.memory import host_bytes, lane_parts
 from sim.spec.cluster import MOST_NODE_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.gpu import CPU, GpuKind, catalogue, gpu_kind, is_cpu
 from sim.spec.judge import Infeasible
@@ -143,7 +143,8 @@ def allocated_bytes(plan: Plan) -> Mapping[str, int]:
 
 def too_large(plan: Plan) -> Infeasible | None:
     """Why the workers of the plan, all on this machine's CPUs, do not fit into its memory together; None where they do."""
-    need_bytes, have_bytes = sum(allocated_bytes(plan).values()), machine_bytes()
+    need_bytes = sum(allocated_bytes(plan).values()) + sum(host_bytes(plan).values())
+    have_bytes = machine_bytes()
     if need_bytes <= have_bytes:
         return None
     need, have = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (need_bytes, have_bytes))

@@ -492,7 +492,7 @@ def _refusal(effect: Effect) -> str:
     """Why a change cannot be made, in short."""
     reason = effect.why_not
     if isinstance(reason, Infeasible) and reason.need_bytes is not None and reason.have_bytes is not None:
-        return f"{reason.device} lacks {memory(reason.need_bytes - reason.have_bytes)} of memory"
+        return f"{reason.device or 'a host'} lacks {memory(reason.need_bytes - reason.have_bytes)} of memory"
     return effect.reason or ""
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from partition.search import Search
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Cluster, Node
+from sim.spec.counts import embedding_parameters_at, head_parameters_at, layer_parameters_at, tied_copy_parameters_at
 from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import presets
@@ -77,6 +78,21 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
 def settings_of(plan: Plan) -> Settings:
     """What a plan says of all its pipelines at once."""
     return Settings(plan.schedule, plan.zero_stage, plan.sequence_parallel, plan.offload_optimizer, plan.expert_parallel)
+
+
+def updated_parameters(job: Job, devices: int, layers: int, first: bool, last: bool, copies: int) -> float:
+    """Parameters that each device of a stage updates if all of as many pipelines as `copies` divide the update (ZeRO).
+
+    Of a stage with so many devices and layers, at these ends of its pipeline. A tied embedding is held at both ends.
+    """
+    model = job.model
+    parameters = float(layers * layer_parameters_at(model, devices))
+    if first:
+        parameters += embedding_parameters_at(model, devices) / (2 if model.tied_embeddings and not last else 1)
+    if last:
+        parameters += head_parameters_at(model, devices)
+        parameters += 0 if first else tied_copy_parameters_at(model, devices) / 2
+    return parameters / copies
 
 
 def simulation_work(draft: Draft) -> int:

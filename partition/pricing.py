@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from partition.drafts import Draft, Settings, stage
+from partition.drafts import Draft, Settings, stage, updated_parameters
 from sim.cost.collectives import across_lanes, between_lanes, collective
 from sim.cost.compute import ComputeCost, TensorCollective, host_step_s
 from sim.cost.network import Network
@@ -39,11 +39,8 @@ from sim.spec.counts import (
     RECOMPUTE,
     boundary_bytes,
     embedding_parameters,
-    embedding_parameters_at,
     head_parameters,
-    head_parameters_at,
     layer_parameters,
-    layer_parameters_at,
 )
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage
@@ -272,15 +269,12 @@ class Pricing:
         """
         if not settings.offload_optimizer:
             return 0.0
-        model, job, longest_s = self.job.model, self.job, 0.0
+        job, longest_s = self.job, 0.0
         for pipeline in pipelines:
             stages = list(pipeline)
             for s, (devices, layers) in enumerate(stages):
-                degree = len(devices)
-                parameters = float(layers * layer_parameters_at(model, degree))
-                parameters += embedding_parameters_at(model, degree) if s == 0 else 0
-                parameters += head_parameters_at(model, degree) if s == len(stages) - 1 else 0
-                own = parameters / copies if settings.zero_stage else parameters
+                first, last, dividing = s == 0, s == len(stages) - 1, copies if settings.zero_stage else 1
+                own = updated_parameters(job, len(devices), layers, first, last, dividing)
                 node = self.cluster.device(devices[0]).node
                 longest_s = max(longest_s, host_step_s(node, own, job.precision, "fp32", job.optimizer))
         return longest_s

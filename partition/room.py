@@ -7,12 +7,13 @@ stages. Answers are kept for the next one that is alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from partition.drafts import Draft, Settings, make_plan, stage
-from sim.cost.memory import lane_parts
+from partition.drafts import Draft, Settings, make_plan, stage, updated_parameters
+from sim.cost.memory import host_parameter_bytes, lane_parts
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
@@ -74,9 +75,10 @@ class Room:
     def __init__(self, cluster: Cluster, job: Job) -> None:
         self._cluster, self._job = cluster, job
         self._known: dict[object, list[StageBytes]] = {}
+        self._hosts = {node.name: have for node in cluster.nodes if (have := node.host_memory_bytes) is not None}
 
     def fits(self, draft: Draft, settings: Settings) -> bool:
-        """Whether every stage of a draft fits in the memory of each of its devices."""
+        """Whether every stage of a draft fits in the memory of each of its devices, and what it offloads in that of hosts."""
         for pipeline in draft:
             depth = len(pipeline.stages)
             for s, part in enumerate(pipeline.stages):
@@ -85,7 +87,23 @@ class Room:
                 flying = in_flight(settings.schedule, depth, s, pipeline.micro_batches)
                 if held.total(flying, part.layer_count, counts["full"], counts["selective"]) > self.capacity_bytes(devices):
                     return False
-        return True
+        return self.fits_hosts(draft, settings)
+
+    def fits_hosts(self, draft: Draft, settings: Settings) -> bool:
+        """Whether the states that a draft offloads fit in the memory of each host that is known; see `sim.cost.memory`."""
+        if not settings.offload_optimizer or not self._hosts:
+            return True
+        need: dict[str, float] = {}
+        copies = len(draft) if settings.zero_stage else 1
+        each_bytes = host_parameter_bytes(self._job.optimizer)
+        for pipeline in draft:
+            deepest = len(pipeline.stages) - 1
+            for s, part in enumerate(pipeline.stages):
+                own = updated_parameters(self._job, len(part.devices), part.layer_count, s == 0, s == deepest, copies)
+                for name in part.devices:
+                    node = self._cluster.device(name).node.name
+                    need[node] = need.get(node, 0.0) + own * each_bytes
+        return all(num_bytes <= self._hosts.get(name, math.inf) for name, num_bytes in need.items())
 
     def capacity_bytes(self, devices: tuple[str, ...]) -> int:
         """The memory of the smallest of some devices."""

@@ -42,6 +42,7 @@ def clusters(draw: DrawFn, max_nodes: int = 3) -> Cluster:
             ),
             site=("east", "west")[i % 2] if two_sites else "",
             rack=draw(st.sampled_from((None, "r0", "r1"))),
+            host_memory_bytes=draw(st.sampled_from((None, 2**40, 503_000_000_001))),
         )
         nodes.append(node)
     fabric = Fabric(draw(st.sampled_from((0.0, 50e-6))), draw(st.sampled_from((1.0, 4.0))))

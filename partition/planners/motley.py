@@ -72,6 +72,7 @@ from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
+from partition.shortage import least_hungry
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
@@ -131,7 +132,11 @@ PACED = 1.06
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
 
-START_SETTINGS = (*map(Settings, reversed(SCHEDULES)), Settings(offload_optimizer=True))
+START_SETTINGS = (
+    *map(Settings, reversed(SCHEDULES)),
+    Settings(offload_optimizer=True),
+    Settings(sequence_parallel=True, offload_optimizer=True),
+)
 """Those of starts of deals, in this order: the later ones need less memory."""
 
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
@@ -170,6 +175,12 @@ def motley(search: Search) -> None:
         return
     hunt = _Hunt(search, nodes)
     hunt.run()
+    if search.best is None:  # a plan of the least hungry ones may fit that no start was near to
+        for offload in (False, True):
+            least = least_hungry(search.cluster, search.job, offload)
+            if least is not None and least[1] is None:
+                search.consider(least[0])
+                return
     if not hunt.found:
         reject(search, hunt.graph.devices)
 
@@ -655,6 +666,8 @@ class _Hunt:
 
         With `worth_s` messages that meet are followed; where it takes longer than that, it is any seconds that are longer, too.
         """
+        if not self.room.fits_hosts(draft, settings):
+            return math.inf
         if self.estimates is None:
             return self.pricing.price_s(draft, settings) if self.room.fits(draft, settings) else math.inf
         holders = len(draft) + self.job.model.tied_embeddings * sum(len(pipeline.stages) > 1 for pipeline in draft)

@@ -1,10 +1,10 @@
-"""Whether a plan can run on a cluster, and if not, the first reason why: devices, precision, heads, batch, memory."""
+"""Whether a plan can run on a cluster, and if not, the first reason why: devices, precision, heads, batch, memory, hosts."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
-from sim.cost.memory import MemoryParts, lane_parts
+from sim.cost.memory import MemoryParts, host_bytes, lane_parts
 from sim.spec.cluster import Cluster
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
@@ -14,10 +14,17 @@ from sim.spec.reading import nearest
 def infeasible(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The first reason why the plan cannot run on the cluster, told in one line, or None where it can.
 
-    The reasons are tried in the order devices, precision, heads, batch, memory. Of the devices whose memory is short, the one
-    that lacks the most is named.
+    The reasons are tried in the order devices, precision, heads, batch, memory, memory of hosts. Of the devices, or hosts, whose
+    memory is short, the one that lacks the most is named.
     """
-    return _devices(plan, cluster) or _precision(plan, cluster) or _heads(plan) or _batch(plan) or _memory(plan, cluster)
+    return (
+        _devices(plan, cluster)
+        or _precision(plan, cluster)
+        or _heads(plan)
+        or _batch(plan)
+        or _memory(plan, cluster)
+        or _host_memory(plan, cluster)
+    )
 
 
 def _devices(plan: Plan, cluster: Cluster) -> Infeasible | None:
@@ -103,6 +110,22 @@ def _memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
     shown = ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in asdict(parts).items() if num_bytes)
     message = f"{name} needs {_gib(parts.total)} GiB ({shown}) but has {_gib(have_bytes)} GiB"
     return Infeasible(name, "memory", parts.total, have_bytes, message)
+
+
+def _host_memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
+    """The host that lacks the most memory for offloaded states."""
+    have = {node.name: node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes is not None}
+    if not plan.offload_optimizer or not have:
+        return None
+    need = {name: num_bytes for name, num_bytes in host_bytes(plan).items() if name in have}
+    name = max(need, key=lambda name: need[name] - have[name], default=None)
+    if name is None or need[name] <= have[name]:
+        return None
+    message = (
+        f"the host of {name} needs {_gib(need[name])} GiB for the optimizer's states (offload_optimizer) "
+        f"but has {_gib(have[name])} GiB (host_memory)"
+    )
+    return Infeasible(None, "memory", need[name], have[name], message)
 
 
 def _gib(num_bytes: int) -> str:

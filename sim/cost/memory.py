@@ -317,18 +317,25 @@ def peak_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
 def host_bytes(plan: Plan) -> dict[str, int]:
     """Bytes in the memory of each node that the plan uses, by its name; empty where no optimizer is offloaded.
 
-    They are the optimizer's states, and a copy of the parameters in fp32, also where those on the GPUs are in fp32. Gradients
-    come there for the step besides.
+    See `host_parameter_bytes` for what they are made of.
     """
     found: dict[str, int] = {}
     if plan.offload_optimizer:
-        states = 4 * OPTIMIZER_STATES[plan.optimizer]
-        scale = (states + 4) / states if PRECISION_BYTES[plan.precision] == 4 else 1
-        for p, s, r, parts in lane_parts(replace(plan, offload_optimizer=False)):
+        on_gpus = replace(plan, offload_optimizer=False)
+        scale = host_parameter_bytes(plan.optimizer) / rules_of(on_gpus, stack("motley")).state_bytes
+        for p, s, r, parts in lane_parts(on_gpus):
             for name in plan.pipelines[p].stages[s].replicas[r].devices:
                 node = name.rpartition("/")[0]
                 found[node] = found.get(node, 0) + round(scale * parts.optimizer)
     return found
+
+
+def host_parameter_bytes(optimizer: str) -> int:
+    """Bytes in a host's memory of each parameter whose states are there: an optimizer's states, the parameter and its gradient.
+
+    All are in fp32, whatever they are on the GPUs.
+    """
+    return 4 * (OPTIMIZER_STATES[optimizer] + 2)
 
 
 def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int, int, int, MemoryParts]]:

@@ -115,6 +115,8 @@ class Node:
     nic: Nic | None = None
     site: str = ""
     rack: str | None = None
+    host_memory_bytes: int | None = None
+    """What its host has for the states of offloaded optimizers; None where nobody said, and nothing limits them."""
     host_gpus: int | None = None
     """GPUs that its host serves, where it stands for a part of a machine."""
 
@@ -503,6 +505,7 @@ def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:
         nic=_read_nic(entry.table("nic"), gpus) if "nic" in entry else None,
         site=entry.text("site", ""),
         rack=entry.text("rack", None),
+        host_memory_bytes=None if (host := entry.quantity("host_memory", "bytes", None)) is None else round(host),
     )
     entry.close()
     return [node] if count == 1 else [replace(node, name=f"{name}-{i}") for i in range(count)]
@@ -715,6 +718,7 @@ def _node_entries(nodes: tuple[Node, ...]) -> list[dict[str, object]]:
             entry["nic"] = nic
         entry |= {"site": node.site} if node.site else {}
         entry |= {"rack": node.rack} if node.rack is not None else {}
+        entry |= {} if node.host_memory_bytes is None else {"host_memory": f"{node.host_memory_bytes} B"}
         found.append(entry)
         at += count
     return found

@@ -220,6 +220,12 @@ def test_the_generation_of_pcie_is_the_gpu_s(generation: int, kind: str, told: b
     assert any("PCIe of generation" in note for note in found.notes) == told
 
 
+def test_the_memory_of_the_machine_is_its_host_s(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments.discover, "machine_bytes", lambda: 512 * 2**30)
+    found = discover("box", telling(query("NVIDIA GeForce RTX 4090", 2, 24564)), system)
+    assert found.cluster.nodes[0].host_memory_bytes == 512 * 2**30
+
+
 def test_a_memory_that_is_not_the_kind_s_is_told(system: Path) -> None:
     found = discover("box", telling(query("NVIDIA GeForce RTX 4090", 1, 49140)), system)
     assert any("48.0 GiB" in note and "RTX4090" in note for note in found.notes)

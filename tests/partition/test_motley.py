@@ -24,8 +24,11 @@ from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
 from partition.search import BudgetSpent, Search
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
+from sim.spec.counts import total_parameters
+from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible, Verdict
 from sim.spec.plan import Plan
+from sim.spec.transformer import transformer
 from tests.partition.small_worlds import SMALL, cluster, job, node
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +185,27 @@ def test_states_go_to_the_host_where_no_gpu_has_room_for_them_and_stay_where_the
         assert result.plan is not None and result.plan.offload_optimizer == offloaded
         kept = result.plan if not offloaded else replace(result.plan, offload_optimizer=False)
         assert isinstance(simulation(world, work)(kept), Infeasible) == offloaded
+
+
+def test_states_stay_on_the_gpus_where_a_host_has_no_room_for_them() -> None:
+    # 0.75 billion parameters take 16 bytes each in the host, or 18 on the GPU.
+    work = job(SMALL)
+    need = 16 * total_parameters(SMALL)
+    for have, fits in ((need, True), (need - 2**20, False)):
+        world = cluster(replace(node("a", "RTX3080Ti", 1), host_memory_bytes=have))
+        result = partition.plan(world, work, budget_s=3.0)
+        assert (result.plan is not None) == fits
+        if not fits:
+            assert result.infeasible is not None and "offload" not in result.infeasible.message
+
+
+def test_what_fits_only_with_states_in_hosts_and_sequences_divided_is_found() -> None:
+    # Four GPUs of 12 GiB hold 9.4 GiB of parameters and gradients each; without sequence parallelism the rest is too little.
+    world, work = cluster(node("a", "RTX3080Ti", 4)), Job(transformer("llama-2-7b"), 2048, 16, "bf16")
+    result = partition.plan(world, work, budget_s=3.0)
+    assert result.plan is not None and result.plan.offload_optimizer and result.plan.sequence_parallel
+    plain = replace(result.plan, sequence_parallel=False)
+    assert isinstance(simulation(world, work)(plain), Infeasible)
 
 
 EQUAL = {

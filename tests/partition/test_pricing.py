@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
-from partition.drafts import Draft, Settings, make_plan, stage
+from partition.drafts import Draft, Settings, make_plan, stage, updated_parameters
 from partition.layers import even_split, ranges
 from partition.pricing import FEW_STAGES, Pricing, schedule_period_s
+from partition.room import Room
 from sim.cost.compute import ComputeCost
+from sim.cost.memory import host_bytes, host_parameter_bytes
 from sim.engine import simulate
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster, Nic
@@ -143,6 +145,28 @@ def test_a_step_in_the_hosts_memory_costs_what_it_does_in_the_simulation() -> No
         simulated[offload] = simulate(make_plan(world, work, draft, settings), world).iteration_s
     assert simulated[True] - simulated[False] > 0.02
     assert prices[True] - prices[False] == pytest.approx(simulated[True] - simulated[False], rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_each_device_updates_is_as_in_the_memory_of_its_host(tied: bool) -> None:
+    world, work = cluster(node("a", "RTX4090", 4), node("b", "RTX3090", 4)), job(replace(SMALL, tied_embeddings=tied))
+    stages = tuple(stage(names, cut, 1) for names, cut in ((("a/0", "a/1"), (0, 5)), (("b/0",), (5, 9)), (("b/1",), (9, 12))))
+    others = tuple(stage(names, cut, 1) for names, cut in ((("a/2",), (0, 2)), (("b/2", "b/3"), (2, 12))))
+    draft = (Pipeline(1, 8, stages), Pipeline(1, 8, others))
+    need: dict[str, float] = {}
+    for pipeline in draft:
+        for s, part in enumerate(pipeline.stages):
+            first, last = s == 0, s == len(pipeline.stages) - 1
+            own = updated_parameters(work, len(part.devices), part.layer_count, first, last, 2)
+            for name in part.devices:
+                need[name[0]] = need.get(name[0], 0.0) + own * host_parameter_bytes("adamw")
+    known = host_bytes(make_plan(world, work, draft, Settings(offload_optimizer=True)))
+    assert need == pytest.approx(known, rel=1e-6)
+    for lack, fits in ((-1024, False), (1024, True)):
+        nodes = tuple(replace(one, host_memory_bytes=known[one.name] + lack) for one in world.nodes)
+        limited = world.with_nodes(nodes)
+        assert Room(limited, work).fits_hosts(draft, Settings(offload_optimizer=True)) == fits
+        assert Room(limited, work).fits_hosts(draft, Settings())
 
 
 def test_the_gradients_of_tied_embeddings_cost_even_one_pipeline() -> None:

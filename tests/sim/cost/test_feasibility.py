@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sim.cost.feasibility import infeasible
-from sim.cost.memory import peak_bytes
+from sim.cost.memory import host_bytes, peak_bytes
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Infeasible
@@ -48,6 +48,22 @@ def why(plan: Plan) -> Infeasible:
 
 def test_a_plan_that_fits_has_no_reason() -> None:
     assert infeasible(plan(("a100/0", "a100/1"), ("rtx4090-0/0",)), CLUSTER) is None
+
+
+def test_offloaded_states_have_to_fit_in_the_host_that_lacks_the_most() -> None:
+    offloaded = plan(("a100/0", "a100/1"), ("rtx4090-0/0",), offload_optimizer=True)
+    need = host_bytes(offloaded)
+    for lack, short in ((0, None), (1, "a100"), (2**20, "a100")):
+        have = need | {"a100": need["a100"] - lack}
+        nodes = tuple(replace(node, host_memory_bytes=have.get(node.name)) for node in CLUSTER.nodes)
+        found = infeasible(offloaded, CLUSTER.with_nodes(nodes))
+        if short is None:
+            assert found is None
+        else:
+            assert found is not None and (found.reason, found.device) == ("memory", None)
+            assert (found.need_bytes, found.have_bytes) == (need["a100"], need["a100"] - lack)
+            assert found.message.startswith("the host of a100 needs 0.2 GiB") and "host_memory" in found.message
+    assert infeasible(replace(offloaded, offload_optimizer=False), CLUSTER.with_nodes(nodes)) is None
 
 
 def test_a_group_may_span_nodes() -> None:

@@ -272,10 +272,10 @@ def test_an_offloaded_optimizer_leaves_parameters_and_gradients() -> None:
 
 
 def test_what_is_offloaded_is_in_the_memory_of_its_node() -> None:
-    # Fp32 copy and two states, each once under ZeRO 1, and all eight copies of them without.
-    for zero_stage, copies in ((0, 8), (1, 1)):
-        offloaded = uniform("llama-2-7b", copies=8, zero_stage=zero_stage, offload_optimizer=True)
-        assert host_bytes(offloaded) == {"gpu": pytest.approx(copies * 12 * 6_738_415_616, abs=8)}
+    # In fp32 the parameter, its gradient and two states, each once under ZeRO 1, and all eight copies of them without.
+    for zero_stage, precision, copies in ((0, "bf16", 8), (1, "bf16", 1), (1, "fp32", 1)):
+        offloaded = uniform("llama-2-7b", copies=8, zero_stage=zero_stage, precision=precision, offload_optimizer=True)
+        assert host_bytes(offloaded) == {"gpu": pytest.approx(copies * 16 * 6_738_415_616, abs=64)}
     assert host_bytes(uniform(TINY)) == {}
 
 

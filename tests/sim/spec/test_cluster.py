@@ -324,7 +324,7 @@ def test_a_cluster_without_the_last_node_of_a_site_loses_the_sites_link() -> Non
         ),
         (
             "gpu: RTX4090, gpus: 2, intra: pcie4, nik: {}",
-            ": unknown key 'nik'; accepted: name, count, gpu, gpus, intra, nic, site, rack; did you mean nic?",
+            ": unknown key 'nik'; accepted: name, count, gpu, gpus, intra, nic, site, rack, host_memory; did you mean nic?",
         ),
     ],
 )
