@@ -448,7 +448,13 @@ def _fill_alone(run: Run, trace: Trace) -> None:
 
 
 def _plan_row(plan: Plan) -> dict[str, Any]:
-    """The inputs that a plan tells, as columns of a row."""
+    """The inputs that a plan tells, as columns of a row; some only where they are not as usual."""
+    unusual = {
+        "sequence_parallel": True if plan.sequence_parallel else None,
+        "context_parallel": plan.context_parallel if plan.context_parallel > 1 else None,
+        "expert_parallel": plan.expert_parallel if plan.expert_parallel > 1 else None,
+        "offload_optimizer": True if plan.offload_optimizer else None,
+    }
     return {
         "cluster": plan.cluster,
         "model": plan.transformer.name,
@@ -457,6 +463,7 @@ def _plan_row(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "schedule": plan.schedule,
         "zero_stage": plan.zero_stage,
+        **{key: value for key, value in unusual.items() if value is not None},
     }
 
 

@@ -74,6 +74,16 @@ def test_a_row_has_the_plan_that_it_names_and_what_a_plan_tells(tmp_path: Path) 
     assert run.plan == parse_plan(TINY_PLAN) and run.row["schedule"] == "1f1b" and run.row["mfu"] == 0.10
 
 
+def test_plans_that_differ_in_an_unusual_choice_alone_are_told_apart(tmp_path: Path) -> None:
+    for name, chosen in (("a", ""), ("b", '"offload_optimizer": true, ')):
+        (tmp_path / f"{name}.json").write_text(TINY_PLAN.replace('"precision"', f'{chosen}"precision"'))
+    rows = [row(0) | {"plan": f"{name}.json", "cluster": "tiny"} for name in "ab"]
+    write_rows(tmp_path / "results.csv", rows)
+    runs = findings([tmp_path]).runs
+    assert [run.row.get("offload_optimizer") for run in runs] == [None, True]
+    assert "optimizer in hosts yes" in labels(runs)[1]
+
+
 def test_parquet_tells_the_same_as_csv(tmp_path: Path) -> None:
     rows = [row(number) for number in range(40)]
     for name in ("csv", "parquet"):
