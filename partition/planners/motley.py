@@ -118,7 +118,7 @@ DRAWN, DRAWING, ASKED = 1500, 0.15, 60
 share."""
 
 TRUSTED = 1.15
-"""Estimates are trusted until an end takes so many times as long by the judge."""
+"""Estimates of so many pipelines are trusted until an end takes so many times as long by the judge."""
 
 CLOSE = 1.01
 """The judge is not asked for what takes so many times as long by a trusted estimate as another one by the judge."""
@@ -211,8 +211,8 @@ class _Descended:
     """The most work that was judged, and the seconds that it took."""
     ends: list[tuple[float, Deal]] = field(default_factory=list)
     """Of the descents from starts, with their seconds by the judge, if they are judged, or by their scores."""
-    error: float = 1.0
-    """How many times as long an end took by the judge as by its score, at most."""
+    errors: dict[int, float] = field(default_factory=dict)
+    """By the number of pipelines, how many times as long an end took by the judge as by its score, at most."""
 
 
 class _Hunt:
@@ -244,8 +244,8 @@ class _Hunt:
         """Plans whose verdicts took too long."""
         self._plans: dict[Settings, Plan] = {}
         """One that was met of each settings."""
-        self.error = 1.0
-        """How many times as long an end took by the judge as by its score, at most."""
+        self.errors: dict[int, float] = {}
+        """By the number of pipelines, how many times as long an end took by the judge as by its score, at most."""
         self.longest = 1, 0.0
         """The most work of a draft that was judged alone in this process, and the seconds that it took."""
         self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
@@ -429,7 +429,8 @@ class _Hunt:
                     if layout is not None:
                         self.score_s(layout)
                 ends += found.ends
-                self.error = max(self.error, found.error)
+                for number, error in found.errors.items():
+                    self.errors[number] = max(self.errors.get(number, 1.0), error)
         return ends
 
     def descend(self, task: _Descent, tell: Callable[[tuple[Plan, Verdict]], None]) -> _Descended:
@@ -466,7 +467,7 @@ class _Hunt:
             judged = judged_s(deal)
             if judged < math.inf:
                 least_s = min(least_s, seconds if self.estimates is None else judged)
-                self.error = max(self.error, judged / seconds)
+                self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), judged / seconds)
             else:
                 found.unjudged.append(deal)
             return judged
@@ -477,7 +478,7 @@ class _Hunt:
             return judged_s(deal) if seconds < WORTH * least_s else WORTH * seconds
 
         def descended(begin: Deal, splits: bool = True, cuts: bool = True, hope_s: float = math.inf) -> tuple[float, Deal]:
-            confirm = confirmed_s if self.error > TRUSTED and self._quick(begin) else None
+            confirm = None if self._trusts(begin.pipelines) or not self._quick(begin) else confirmed_s
             seconds, end = self.deals.descended(begin, self.deal_s, rng, late, confirm, splits, cuts, hope_s)
             judged = judge_end(seconds, end) if cuts or (self.estimates is None and self._quick(end)) else math.inf
             return (judged if judged < math.inf else seconds), end
@@ -497,7 +498,7 @@ class _Hunt:
                 near = sum(seconds < WORTH * best_s for seconds, _ in ranked)
                 begin = ranked[min(KICKED_RANKS[number % len(KICKED_RANKS)], near - 1)][1]
                 descended(self.deals.kicked(begin, self.deal_s, rng), hope_s=HOPE * best_s)
-        found.error = self.error
+        found.errors = dict(self.errors)
         found.longest = self.longest
         return found
 
@@ -1116,7 +1117,7 @@ class _Hunt:
         best: tuple[float, Draft, Settings] | None = None
         entries = [entry for entry in entries if self._soon(entry[1])] or entries
         for at in range(0, len(entries), TOGETHER):
-            if best is not None and (entries[at][0] > self._slack() * best[0] or self.late(JUDGED)):
+            if best is not None and (entries[at][0] > self._slack(entries[at][1]) * best[0] or self.late(JUDGED)):
                 break
             batch = [(draft, settings) for _, draft, settings in entries[at : at + TOGETHER]]
             for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
@@ -1124,9 +1125,13 @@ class _Hunt:
                     best = judged_s, draft, settings
         return best
 
-    def _slack(self) -> float:
-        """What takes so many times as long by its estimate as another one by the judge takes longer."""
-        return CLOSE if self.estimates is not None and self.error <= TRUSTED else SLACK
+    def _trusts(self, pipelines: int) -> bool:
+        """Whether no end of so many pipelines was found to take much longer than its score; others say little about them."""
+        return self.errors.get(pipelines, 1.0) <= TRUSTED
+
+    def _slack(self, draft: Draft) -> float:
+        """If it takes so many times as long by its estimate as another one by the judge, a draft takes longer."""
+        return CLOSE if self.estimates is not None and self._trusts(len(draft)) else SLACK
 
     def _tuned(self, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
         """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
@@ -1155,7 +1160,7 @@ class _Hunt:
                 self.search.check_budget()
                 known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
-            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack() * seconds]
+            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack(changed) * seconds]
             for at in range(0, len(ranked), TOGETHER):
                 batch = ranked[at : at + TOGETHER]
                 left -= len(batch)
