@@ -40,6 +40,9 @@ OFFLOADED = 0.25
 PARTS = 8
 """Into so many parts a row is divided at most, some of which a random deal has before all other rows."""
 
+SHUFFLED = 0.5
+"""The share of random deals whose other rows stand in random order; in the rest they are as the path has them, or reversed."""
+
 KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
 
@@ -115,7 +118,9 @@ class Deals:
         cut = int(rng.integers(len(self._rows)))
         nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
         at = int(rng.integers(len(nodes) + 1)) if len(nodes) < PARTS else int(rng.integers(PARTS + 1)) * len(nodes) // PARTS
-        if rng.random() < 0.5:
+        if rng.random() < SHUFFLED:
+            others = [others[i] for i in rng.permutation(len(others))]
+        elif rng.random() < 0.5:
             others.reverse()
         parts = [part for part in (nodes[:at], *others, nodes[at:]) if part]
         rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -130,10 +131,13 @@ def interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _pool(count: int) -> Iterator[Pool]:
-    """So many forked processes, which end with this. Ctrl-C reaches all processes of a terminal; their parent answers it."""
+    """So many forked processes, which end with this. Ctrl-C reaches all processes of a terminal; their parent answers it.
+
+    What they begin with is no garbage: to look for some in it would take each of them a tenth of a second, and memory of its own.
+    """
     with ExitStack() as ends:
         with interrupts_held():
-            pool = ends.enter_context(multiprocessing.get_context("fork").Pool(count))
+            pool = ends.enter_context(multiprocessing.get_context("fork").Pool(count, gc.freeze))
         yield pool
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product, zip_longest
+from itertools import cycle, islice, product, zip_longest
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -96,18 +96,22 @@ PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.1
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end; the rest is for changes of the best."""
 
-SETTLED, DESCENDED = 0.15, 0.6
-"""The shares of the time for deals after which first steps and descents from them end; the rest is for changes of the best."""
+SETTLED, RESTARTED, DESCENDED = 0.15, 0.3, 0.6
+"""The shares of the time for deals after which end: first steps from starts, first steps from random deals, and descents from
+where these led; the rest is for changes of the best."""
 
-NEAR, FIRSTS = 1.2, 6
+NEAR, FIRSTS, SAME = 1.2, 6, 3
 MORE_DEALS, PATIENCE, DEALERS = 200, 40, 2
-"""Descents begin, so many of them, from the best deals of different numbers of pipelines and from random ones of as many, where
-these take at most so many times as long as the best one; and in each of so many processes from so many changes of the best; it
+"""Descents begin, so many of them, from the best deals, so many of each number of pipelines, and from random ones, where these
+take at most so many times as long as the best one; and in each of so many processes from so many changes of the best; it
 gives up where so many in a row find nothing better."""
 
 KICKED_RANKS = (0, 0, 1, 2)
 """The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn, as far as they are near the
 best."""
+
+FEW_DRAWN = 20
+"""First steps from random deals begin from the one of the best pace of so many."""
 
 QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
@@ -191,6 +195,8 @@ class _Descent:
 
     start: Deal | None
     seed: list[int]
+    numbers: tuple[int, ...] = ()
+    """Without a start: of so many pipelines, in turn, are the random deals from which descents begin; none for changes."""
     least_s: float = math.inf
     """The best score so far: an end much worse is not judged."""
     cuts: bool = True
@@ -379,24 +385,37 @@ class _Hunt:
     def deal(self) -> None:
         """Descends among deals, and has where they end judged, until their share of the budget is spent.
 
-        First in few steps from a start of each number of pipelines, then as far as it goes from the best of these, and then from
-        changes of the best that were judged.
+        First in few steps from a start of each number of pipelines and from random deals of the best numbers, then as far as it
+        goes from the best of these, and then from changes of the best that were judged.
         """
         if not self.firsts:
             return
         seed, now_s, left_s = self.search.seed, self.search.elapsed_s, self._left_s(DEALT)
         least_s = self.deal_s(self.firsts[0])
-        settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
+        settling = [_Descent(start, [seed, n], (), least_s, cuts=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(settling, now_s + SETTLED * left_s)
         if not settled:
             return
         settled.sort(key=lambda entry: entry[0])
-        least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
         near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
+        numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
+        drawing = [_Descent(None, [seed, n], numbers, least_s, cuts=False) for n in range(DEALERS)]
+        settled = sorted([*settled, *self._descend_all(drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
+        least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
+        near = self._unlike_ends(settled)
         firsts = [near[n % len(near)] for n in range(FIRSTS)]
-        self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
+        self._descend_all([_Descent(start, [seed, n], (), least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
         if self.ends:
-            self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
+            self._descend_all([_Descent(None, [seed, n], (), least_s) for n in range(DEALERS)], now_s + left_s)
+
+    def _unlike_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
+        """The best ends of first steps, the fastest first, a few of each number of pipelines."""
+        found: list[Deal] = []
+        for seconds, deal in settled:
+            same = sum(other.pipelines == deal.pipelines for other in found)
+            if seconds < NEAR * settled[0][0] and deal not in found and same < SAME:
+                found.append(deal)
+        return found
 
     def _descend_all(self, descents: Sequence[_Descent], until_s: float) -> list[tuple[float, Deal]]:
         """Descends until a moment of the search, side by side where it may; takes what is found, and returns the ends."""
@@ -490,7 +509,14 @@ class _Hunt:
                     if not found.ends or not late():
                         found.ends.append(descended(begin, task.cuts, task.cuts))
             best_s, since = math.inf, 0
-            for number in range(0 if task.start is not None else MORE_DEALS):
+            for number in cycle(task.numbers):
+                if late() or since > PATIENCE:
+                    break
+                drawn = min((self.deals.drawn(number, rng) for _ in range(FEW_DRAWN)), key=self._pace_s)
+                found.ends.append(descended(drawn, splits=False, cuts=False))
+                best_s, since = min(best_s, found.ends[-1][0]), 0 if found.ends[-1][0] < best_s else since + 1
+            best_s, since = math.inf, 0
+            for number in range(0 if task.start is not None or task.numbers else MORE_DEALS):
                 ranked = sorted(ends.values(), key=lambda entry: entry[0])
                 best_s, since = ranked[0][0], 0 if ranked[0][0] < best_s else since + 1
                 if late() or since > PATIENCE:
