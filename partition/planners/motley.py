@@ -191,12 +191,10 @@ def motley(search: Search) -> None:
 
 @dataclass(frozen=True)
 class _Descent:
-    """What descents begin with: a deal, or None for changes of the best that were judged."""
+    """What descents begin with: a deal, random deals of certain numbers of pipelines, or changes of the best that were judged."""
 
     start: Deal | None
     seed: list[int]
-    numbers: tuple[int, ...] = ()
-    """Without a start: of so many pipelines, in turn, are the random deals from which descents begin; none for changes."""
     least_s: float = math.inf
     """The best score so far: an end much worse is not judged."""
     cuts: bool = True
@@ -204,6 +202,8 @@ class _Descent:
     until_s: float = 0.0
     """Of the search; no verdict is to come after the next."""
     verdicts_s: float = 0.0
+    numbers: tuple[int, ...] = ()
+    """Without a start, the numbers of pipelines of random deals, which take turns; none for changes of the best."""
 
 
 @dataclass
@@ -392,21 +392,21 @@ class _Hunt:
             return
         seed, now_s, left_s = self.search.seed, self.search.elapsed_s, self._left_s(DEALT)
         least_s = self.deal_s(self.firsts[0])
-        settling = [_Descent(start, [seed, n], (), least_s, cuts=False) for n, start in enumerate(self.firsts)]
+        settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(settling, now_s + SETTLED * left_s)
         if not settled:
             return
         settled.sort(key=lambda entry: entry[0])
         near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
-        drawing = [_Descent(None, [seed, n], numbers, least_s, cuts=False) for n in range(DEALERS)]
+        drawing = [_Descent(None, [seed, n], least_s, cuts=False, numbers=numbers) for n in range(DEALERS)]
         settled = sorted([*settled, *self._descend_all(drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
         least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
         near = self._unlike_ends(settled)
         firsts = [near[n % len(near)] for n in range(FIRSTS)]
-        self._descend_all([_Descent(start, [seed, n], (), least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
+        self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
         if self.ends:
-            self._descend_all([_Descent(None, [seed, n], (), least_s) for n in range(DEALERS)], now_s + left_s)
+            self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
     def _unlike_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
         """The best ends of first steps, the fastest first, a few of each number of pipelines."""

@@ -28,7 +28,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """Why a plan cannot run: an answer, not an error. Bytes are None where memory is not the reason."""
+    """Why a plan cannot run: an answer, not an error. Bytes are None where memory is not the reason.
+
+    There is no device where no single GPU is the reason, as where a host has too little memory.
+    """
 
     device: str | None
     reason: str
