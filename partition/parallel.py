@@ -6,20 +6,18 @@ import gc
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from multiprocessing.pool import Pool
-from typing import Any, Generic, TypeVar
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar, cast
 
 Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
 Thing = TypeVar("Thing")
 
 POLL_S = 0.05
-
-_work: list[tuple[Callable[[Any], Any], Sequence[Any]]] = []
-"""What the next children are forked for; they find it in their copy of the memory, so that it need not be pickled."""
-
 
 _alone: list[bool] = []
 """Not empty in a process that is one of several which work side by side already."""
@@ -48,7 +46,8 @@ def side_by_side(
 ) -> Iterator[Answer]:
     """The function's answers to all arguments, in their order, found in parallel processes where that is possible.
 
-    `check` is called now and then; what it raises ends the work, and the processes with it. Answers are pickled.
+    `check` is called now and then; what it raises ends the work, and the processes with it. Answers are pickled. Raises what the
+    function raises, and ChildProcessError where a process died.
     """
     count = min(cores(), len(arguments))
     if count <= 1:
@@ -56,40 +55,56 @@ def side_by_side(
             check()
             yield function(argument)
         return
-    _work.append((function, arguments))
-    try:
-        with _pool(count) as pool:
-            waiting = [pool.apply_async(_answer, (i,)) for i in range(len(arguments))]
-            for one in waiting:
-                while not one.ready():
-                    one.wait(POLL_S)
-                    check()
-                yield one.get()
-    finally:
-        _work.pop()
+    with _workers(function, arguments, count) as workers:
+        answers: dict[int, tuple[Answer, Exception | None]] = {}
+        left = iter(range(len(arguments)))
+        for worker in workers:
+            worker.send(next(left))
+        for i in range(len(arguments)):
+            while i not in answers:
+                _take(answers, workers, left)
+                check()
+            yield _answered(*answers.pop(i))
 
 
 def beside(function: Callable[[], Answer], own: Callable[[], None], check: Callable[[], None]) -> Answer:
     """What a function returns, found in a process of its own where that is possible, while this one does `own`.
 
-    `check` and answers are as of `side_by_side`.
+    `check`, answers and errors are as of `side_by_side`.
     """
     if cores() <= 1:
         found = function()
         own()
         return found
-    _work.append((lambda _: function(), [None]))
-    try:
-        with _pool(1) as pool:
-            waiting = pool.apply_async(_answer, (0,))
-            own()
-            while not waiting.ready():
-                waiting.wait(POLL_S)
-                check()
-            answer: Answer = waiting.get()
-            return answer
-    finally:
-        _work.pop()
+    with _workers(lambda _: function(), [None], 1) as workers:
+        workers[0].send(0)
+        own()
+        answers: dict[int, tuple[Answer, Exception | None]] = {}
+        while not answers:
+            _take(answers, workers, iter(()))
+            check()
+        return _answered(*answers[0])
+
+
+def _answered(answer: Answer, raised: Exception | None) -> Answer:
+    """The answer. Raises what was raised in its place."""
+    if raised is not None:
+        raise raised
+    return answer
+
+
+def _take(answers: dict[int, tuple[Any, Exception | None]], workers: Sequence[Connection], left: Iterator[int]) -> None:
+    """Waits a moment for answers, or what was raised in their places; who gave one has the next argument."""
+    for ready in wait(workers, POLL_S):
+        worker = cast(Connection, ready)
+        try:
+            number, answer, raised = worker.recv()
+        except (EOFError, OSError):
+            raise ChildProcessError("a process beside this one died, perhaps because memory ran out") from None
+        answers[number] = answer, raised
+        following = next(left, None)
+        if following is not None:
+            worker.send(following)
 
 
 class News(Generic[Thing]):
@@ -130,17 +145,47 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def _pool(count: int) -> Iterator[Pool]:
-    """So many forked processes, which end with this. Ctrl-C reaches all processes of a terminal; their parent answers it.
+def _workers(function: Callable[[Any], Any], arguments: Sequence[Any], count: int) -> Iterator[list[Connection]]:
+    """Connections to so many forked processes, which end with this, whatever they are at.
 
-    What they begin with is no garbage: to look for some in it would take each of them a tenth of a second, and memory of its own.
+    Each is sent the number of an argument, and sends that number, the answer and None back, or None and what the function raised.
+    They share nothing with one another: a process that is ended while it holds a lock, as those of `multiprocessing.Pool` are,
+    would have all others wait for ever. Ctrl-C reaches all processes of a terminal; their parent answers it.
     """
-    with ExitStack() as ends:
+    context = multiprocessing.get_context("fork")
+    ours: list[Connection] = []
+    started: list[BaseProcess] = []
+    try:
         with interrupts_held():
-            pool = ends.enter_context(multiprocessing.get_context("fork").Pool(count, gc.freeze))
-        yield pool
+            for _ in range(count):
+                own, theirs = context.Pipe()
+                ours.append(own)
+                started.append(context.Process(target=_serve, args=(function, arguments, theirs, ours), daemon=True))
+                started[-1].start()
+                theirs.close()
+        yield ours
+    finally:
+        for process in started:
+            if process.pid is not None:  # Ctrl-C came before the last one began
+                process.kill()
+                process.join()
+        for own in ours:
+            own.close()
 
 
-def _answer(i: int) -> Any:
-    function, arguments = _work[-1]
-    return function(arguments[i])
+def _serve(function: Callable[[Any], Any], arguments: Sequence[Any], parent: Connection, others: Sequence[Connection]) -> None:
+    """What a process beside does until its parent, or this, ends."""
+    for other in others:  # or it would not notice that its parent is gone
+        other.close()
+    # What it begins with is no garbage: to look for some in it would take a tenth of a second, and memory of its own.
+    gc.freeze()
+    with suppress(EOFError, OSError):
+        while True:
+            number = parent.recv()
+            answer, raised = None, None
+            try:
+                answer = function(arguments[number])
+            except Exception as error:
+                error.add_note(f"in a process beside:\n{traceback.format_exc()}")
+                raised = error
+            parent.send((number, answer, raised))

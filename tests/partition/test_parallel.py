@@ -82,6 +82,45 @@ def test_news_larger_than_a_pipe_holds_are_heard_whole(monkeypatch: pytest.Monke
     assert sorted(heard) == large
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_the_function_raises_is_raised_here(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: cores)
+
+    def work(n: int) -> int:
+        if n == 2:
+            raise Ended("no")
+        return n
+
+    answers = side_by_side(work, range(4), nothing)
+    assert [next(answers), next(answers)] == [0, 1]
+    with pytest.raises(Ended, match="no"):
+        list(answers)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_dies_is_told_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: 2)
+
+    def work(n: int) -> None:
+        if n == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(ChildProcessError, match="a process beside this one died"):
+        list(side_by_side(work, range(3), nothing))
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_that_are_ended_while_they_answer_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "cores", lambda: 3)
+    large = bytes(3_000_000)  # more than a pipe holds: they are ended in the middle of it
+    for _ in range(40):
+        answers = side_by_side(lambda _: large, range(6), nothing)
+        assert next(answers) == large
+        answers.close()  # type: ignore[attr-defined]  # it is a generator
+    assert multiprocessing.active_children() == []
+
+
 SCRIPT = """
 import multiprocessing, os, signal, time
 from partition import parallel
