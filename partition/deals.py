@@ -27,6 +27,8 @@ Score: TypeAlias = "Callable[[Deal, float], float]"
 """Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
+"""Sizes of micro-batches that are tried; others by doubling, see `micro_batches`."""
+
 SCHEDULES = ("1f1b", "eager-1f1b")
 SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 """Schedules of deals: those that are tried with all else, and those that divide backwards, which suit rows that are settled."""
@@ -86,6 +88,15 @@ class Deal:
     """Whether every pipeline has its part of each node; else it has its part of each row, in as few nodes as possible."""
     micro_batch: int
     settings: Settings
+
+
+def micro_batches(job: Job, size: int) -> tuple[int, ...]:
+    """The sizes of micro-batches to try where they have a size: the small ones, and twice and half as many sequences.
+
+    A small model on short sequences computes best with dozens of them, and few jobs have memory for that.
+    """
+    further = [other for other in (size // 2, size, 2 * size) if MICRO_BATCHES[-1] < other <= job.global_batch]
+    return (*MICRO_BATCHES, *further)
 
 
 class Deals:
@@ -184,7 +195,7 @@ class Deals:
         if len(rows) > 2:
             yield replace(deal, rows=rows[::-1])
         yield replace(deal, by_node=not deal.by_node)
-        for size in MICRO_BATCHES:
+        for size in micro_batches(self._job, deal.micro_batch):
             if size != deal.micro_batch:
                 yield replace(deal, micro_batch=size)
         if any(row.degree > 1 for row in rows):

@@ -42,7 +42,7 @@ ZERO_STAGES = (1, 2, 3)
 MOST_STAGES = 8
 """The deepest pipelines: each stage's copies exchange what it holds at every micro-batch, and deeper ones have more of them."""
 
-MOST_SEQUENCES = 16
+MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
 
 Looks: TypeAlias = tuple[int, int, int, int]

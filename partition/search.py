@@ -5,7 +5,8 @@ A planner is one function. It makes plans, in an order that depends on its seed 
 the simplest one.
 
 A planner makes fast plans for the cluster that it is given. Where GPUs cost something (`partition.objective`), it is given
-parts of the cluster too, one after the other, and which GPUs to use at all is answered by what was judged on all of them.
+parts of the cluster too, one after the other, the best of them again and for longer, and which GPUs to use at all is answered by
+what was judged on all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ MOST_VERDICTS = 50_000
 """So many verdicts are remembered, for plans that are considered again."""
 
 
+SURVEY, LEAST_SHARE = 0.5, 0.02
+"""The shares of the budget that all parts of the cluster have together before the best of them have the rest, and below which
+no part is searched again."""
+
+Rank: TypeAlias = tuple[float, float, float]
+"""A plan's place in the order of an objective: the less, the better."""
+
+
 class _Late(Exception):
     """Some verdicts are there, and the others would take too long."""
 
@@ -50,7 +59,7 @@ class BudgetSpent(Exception):
 class _Kept(NamedTuple):
     """A plan that was judged, with its place in the order of the objective."""
 
-    rank: tuple[float, float, float]
+    rank: Rank
     plan: Plan
     cost: Cost
     outlay: Outlay
@@ -77,6 +86,8 @@ class Search:
     objective: Objective = field(default_factory=Objective)
     missed: Missed | None = None
     rng: np.random.Generator = field(init=False)
+    part_rank: Rank = field(init=False, default=(math.inf,) * 3, repr=False)
+    """By the objective, of the best plan that was judged since the search, or its work on this part of the cluster, began."""
     _verdicts: dict[Plan, Verdict] = field(init=False, default_factory=dict, repr=False)
     _front: list[_Kept] = field(init=False, default_factory=list, repr=False)
     _shapes: dict[Shape, _Kept] = field(init=False, default_factory=dict, repr=False)
@@ -109,6 +120,7 @@ class Search:
     def narrow(self, part: Cluster, budget_s: float) -> None:
         """Nothing; the search goes on with a part of its cluster, within a budget that begins now."""
         self.cluster, self.budget_s, self._began = part, budget_s, time.perf_counter()
+        self.part_rank = (math.inf,) * 3
 
     def consider(self, plan: Plan) -> Verdict:
         """The judge's verdict on a plan, which becomes the best one if it is better. Raises BudgetSpent after the budget."""
@@ -204,6 +216,7 @@ class Search:
                 self.missed = missed
             return
         kept = _Kept(self.objective.rank(outlay), plan, cost, outlay)
+        self.part_rank = min(self.part_rank, kept.rank)
         if self.best is None or kept.rank < self._best_rank:
             self.best, self._best_rank = (plan, cost), kept.rank
         if not any(dominates(other.outlay, outlay) or other.outlay.axes() == outlay.axes() for other in self._front):
@@ -341,32 +354,56 @@ def plan(
 
 
 def _on_parts(search: Search, run: Planner, budget_s: float) -> bool:
-    """Whether the budget ended the planner on some part of the cluster. Each has its share of what is left of the budget.
+    """Whether the budget ended the planner on some part of the cluster.
 
-    Raises the planner's InputError where it refuses every part.
+    Where there are several parts, all of them together have a share of the budget first. Of those that had use for all of
+    theirs the best then have the rest, the better the more. Raises the planner's InputError where it refuses every part.
     """
-    began, whole, cut = time.perf_counter(), search.cluster, False
-    refusal: InputError | None = None
-    parts, taken = pools(whole, search.job, search.objective), 0
+    began, whole = time.perf_counter(), search.cluster
+    parts = pools(whole, search.job, search.objective)
+    worth: list[Rank] = [(math.inf,) * 3] * len(parts)
+    """By part, the rank of the best plan that was judged for it."""
+    cut: set[int] = set()
+    refusals: dict[int, InputError] = {}
+
+    def left_s(of_s: float) -> float:
+        return of_s - (time.perf_counter() - began)
+
+    def search_part(number: int, share_s: float) -> bool:
+        """Whether the planner took more than half of its share for a part."""
+        search.narrow(parts[number], share_s)
+        cut.discard(number)
+        try:
+            run(search)
+        except BudgetSpent:
+            cut.add(number)
+        except InputError as error:
+            refusals[number] = error
+        worth[number] = min(worth[number], search.part_rank)
+        return search.elapsed_s > share_s / 2
+
     try:
-        for i, part in enumerate(parts):
-            left_s = budget_s - (time.perf_counter() - began)
-            if left_s <= 0:
-                cut = True
-                break
-            search.narrow(part, left_s / (len(parts) - i))  # what the small ones leave, the large ones have
-            try:
-                run(search)
-                taken += 1
-            except BudgetSpent:
-                taken, cut = taken + 1, True
-            except InputError as error:
-                refusal = refusal or error
+        first_s = budget_s * (SURVEY if len(parts) > 1 else 1.0)
+        later = []
+        for number in range(len(parts)):
+            # What the small ones leave, the large ones have; they need more time, too.
+            share_s = left_s(first_s) * len(parts[number].devices) / sum(len(part.devices) for part in parts[number:])
+            if share_s <= 0:
+                cut.add(number)
+            if share_s <= 0 or search_part(number, share_s):
+                later.append(number)
+        if len(parts) > 1:
+            later.sort(key=lambda number: worth[number])
+            for n, number in enumerate(later):
+                share_s = left_s(budget_s) / (2 if n + 1 < len(later) else 1)
+                if share_s <= LEAST_SHARE * budget_s:
+                    break
+                search_part(number, share_s)
     finally:
         search.narrow(whole, budget_s)
-    if refusal is not None and not taken:
-        raise refusal
-    return cut
+    if refusals and len(refusals) == len(parts):
+        raise refusals[0]
+    return bool(cut)
 
 
 def _stand_in(search: Search) -> bool:

@@ -19,6 +19,7 @@ by their speed. So the search is over layouts alone:
     4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
     5  The finalists are judged by the search's own judge, then changes of the best of them.
 
+Where GPUs cost something (`partition.charges`), seconds count for what they cost.
 All this goes by estimates (`sim.cost.estimates`), which among deals and finalists follow messages that meet; until they are
 compiled, once on a machine, prices take their place (`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal
 answer.
@@ -39,6 +40,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from partition.assembly import Assembly
+from partition.charges import Charges
 from partition.deals import (
     MICRO_BATCHES,
     SCHEDULES,
@@ -48,6 +50,7 @@ from partition.deals import (
     Layout,
     changed_offload,
     changed_zero,
+    micro_batches,
     shared_out,
 )
 from partition.drafts import (
@@ -65,7 +68,7 @@ from partition.drafts import (
 )
 from partition.estimated import Preparation
 from partition.graph import DeviceGraph
-from partition.grids import MOST_SEQUENCES, Grids
+from partition.grids import Grids
 from partition.parallel import News, beside, cores, side_by_side
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
@@ -159,6 +162,9 @@ TUNINGS, POLISHED = 60, 200
 TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
 
+MOST_SIZES = 16
+"""All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
+
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
 
@@ -228,6 +234,7 @@ class _Hunt:
         self.search, self.job, self.rng = search, search.job, search.rng
         self.nodes = {node.name: node for node in nodes}
         self.pricing = Pricing(search.cluster, search.job)
+        self.charges = Charges(search.cluster, search.job, search.objective, self.pricing)
         self.assembly = Assembly(search.cluster, search.job, self.pricing)
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.room = Room(search.cluster, search.job)
@@ -326,14 +333,18 @@ class _Hunt:
             nonlocal least_s
             if self.estimates is not None:
                 seconds = self.estimates.iteration_s(make_plan(self.search.cluster, self.job, draft, settings))
+            seconds = self.charges.drafted_s(seconds, self.charges.of_draft(draft, settings))
             least_s = min(least_s, seconds)
             found.append((seconds, draft, settings))
 
         for price_s, grid in grids.priced(late):
-            if price_s >= least_s or late(2):
+            if (price_s >= least_s and not self.charges.any) or late(2):
                 break
+            devices = [name for pipeline in grid.pipelines for group in pipeline for name in group]
+            if self.charges.least_s(price_s, devices) >= least_s:
+                continue  # another one, on fewer GPUs, may be charged less
             fitted = grids.fitted(grid)
-            if fitted is not None and fitted[0] < least_s:
+            if fitted is not None and self.charges.least_s(fitted[0], devices) < least_s:
                 add(*fitted, grid.settings)
         if self.estimates is not None:  # which tell the schedules apart
             for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
@@ -443,7 +454,7 @@ class _Hunt:
                 self.longest = max(self.longest, found.longest)
                 for plan, verdict, deal in found.judged:
                     self.search.take(plan, verdict)
-                    _note_end(self.ends, verdict, deal)
+                    self._note_end(self.ends, plan, verdict, deal)
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -477,7 +488,7 @@ class _Hunt:
                 verdict = self.search.consider(plan)
             tell((plan, verdict))
             found.judged.append((plan, verdict, deal))
-            return _note_end(ends, verdict, deal)
+            return self._note_end(ends, plan, verdict, deal)
 
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
@@ -555,11 +566,20 @@ class _Hunt:
             return [deal]
         return [best[1], deal] if best[0] < self.deal_s(deal) else [deal, best[1]]
 
+    def _note_end(self, ends: dict[int, tuple[float, Deal]], plan: Plan, verdict: Verdict, deal: Deal) -> float:
+        """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""
+        if not isinstance(verdict, Cost):
+            return math.inf
+        seconds = self.charges.judged_s(plan, verdict)
+        if deal.pipelines not in ends or seconds < ends[deal.pipelines][0]:
+            ends[deal.pipelines] = seconds, deal
+        return seconds
+
     def _pace_s(self, deal: Deal) -> float:
         """Seconds of an iteration of a deal by the pace of its pipelines; infinite where it cannot be cut."""
         layout = self.deals.layout(deal)
         dealt = None if layout is None else self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
-        return math.inf if dealt is None else dealt.pace_s
+        return math.inf if layout is None or dealt is None else self.charges.least_s(dealt.pace_s, _devices(layout))
 
     def _expected_s(self, draft: Draft) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
@@ -614,7 +634,7 @@ class _Hunt:
         dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         if dealt is None:
             return math.inf
-        if dealt.pace_s > PACED * worth_s:
+        if self.charges.least_s(dealt.pace_s, _devices(layout)) > PACED * worth_s:
             return PACED * worth_s
         draft = self.assembly.built(dealt)
         return math.inf if draft is None else self.draft_s(draft, layout.settings, worth_s)
@@ -626,7 +646,7 @@ class _Hunt:
             memory = ((0, False), (1, False), (1, True)) if _is_short(draft, layout.settings) else ((0, False), (1, False))
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
             for schedule, (zero_stage, offload), sequence_parallel, size in product(
-                (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, MICRO_BATCHES
+                (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, micro_batches(self.job, layout.micro_batch)
             ):
                 if self.search.elapsed_s > until_s:
                     return
@@ -692,7 +712,15 @@ class _Hunt:
         """Seconds of an iteration by the estimate, or by the price where there are no estimates; infinite if it does not fit.
 
         With `worth_s` messages that meet are followed; where it takes longer than that, it is any seconds that are longer, too.
+        They are charged (`partition.charges`), as those of the judge are.
         """
+        if not self.charges.any:
+            return self._plain_s(draft, settings, worth_s)
+        charge = self.charges.of_draft(draft, settings)
+        return self.charges.drafted_s(self._plain_s(draft, settings, charge.plain_s(worth_s)), charge)
+
+    def _plain_s(self, draft: Draft, settings: Settings, worth_s: float) -> float:
+        """See `draft_s`; nothing is charged."""
         if not self.room.fits_hosts(draft, settings):
             return math.inf
         if self.estimates is None:
@@ -704,7 +732,7 @@ class _Hunt:
                 return math.inf
             scattered = replace(settings, zero_stage=1)
             ratio = self.pricing.price_s(draft, settings) / self.pricing.price_s(draft, scattered)
-            return ratio * self.draft_s(draft, scattered, worth_s / ratio)
+            return ratio * self._plain_s(draft, scattered, worth_s / ratio)
         like = self._plans.get(settings)
         if like is None:
             like = self._plans[settings] = make_plan(self.search.cluster, self.job, draft, settings)
@@ -861,7 +889,8 @@ class _Hunt:
         if choice in (1, 5):
             changed = changed_zero(settings) if choice == 1 else changed_offload(settings)
             return layout if changed is None else replace(layout, settings=changed)
-        return replace(layout, micro_batch=MICRO_BATCHES[self._draw(len(MICRO_BATCHES))])
+        sizes = micro_batches(self.job, layout.micro_batch)
+        return replace(layout, micro_batch=sizes[self._draw(len(sizes))])
 
     def _some(self, pipes: Pipes) -> list[int]:
         """A random pipeline, alone or with all that are alike."""
@@ -1196,7 +1225,7 @@ class _Hunt:
                     break
 
     def judged(self, drafts: Sequence[tuple[Draft, Settings]]) -> list[float]:
-        """Seconds of iterations by the search's judge; infinite where a draft cannot run, or keeps all others waiting."""
+        """Charged seconds of iterations by the search's judge; infinite where a draft cannot run, or keeps all others waiting."""
         plans: list[Plan | None] = []
         for draft, settings in drafts:
             plan = make_plan(self.search.cluster, self.job, draft, settings)
@@ -1209,7 +1238,12 @@ class _Hunt:
             zip(feasible, self.search.consider_all(feasible, self.search.elapsed_s + self._left_s(1.0) / 2), strict=True)
         )
         self._slow.update(plan for plan, verdict in verdicts.items() if verdict is None)
-        return [math.inf if one is None else getattr(verdicts.get(one), "iteration_s", math.inf) for one in plans]
+
+        def seconds(plan: Plan | None) -> float:
+            verdict = None if plan is None else verdicts.get(plan)
+            return self.charges.judged_s(plan, verdict) if plan is not None and isinstance(verdict, Cost) else math.inf
+
+        return [seconds(plan) for plan in plans]
 
     def _variants(self, draft: Draft) -> Iterator[Draft]:
         """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized."""
@@ -1228,6 +1262,11 @@ class _Hunt:
                 for p in members:
                     made[p] = replace(draft[p], stages=_moved_layer(draft[p].stages, giver, taker))
                 yield tuple(made)
+                if self.charges.any and stages[giver].recompute != "none":  # to wait may be cheaper than to compute again
+                    for p in members:
+                        own = made[p].stages
+                        made[p] = replace(made[p], stages=(*own[:giver], _with_full(own[giver], 0), *own[giver + 1 :]))
+                    yield tuple(made)
             for n in range(len(stages)):
                 for changed in _recomputed(stages[n]):
                     made = list(draft)
@@ -1248,9 +1287,9 @@ class _Hunt:
 
     def _with_other_micro_batches(self, draft: Draft, members: Sequence[int]) -> Iterator[Draft]:
         """The draft with the same sequences of some pipelines in micro-batches of another size, recomputed as memory asks for."""
-        totals = {draft[p].micro_batch * draft[p].micro_batches for p in members}
-        for size in range(1, MOST_SEQUENCES + 1):
-            if size == draft[members[0]].micro_batch or any(total % size for total in totals):
+        totals, own = {draft[p].micro_batch * draft[p].micro_batches for p in members}, draft[members[0]].micro_batch
+        for size in sorted({*range(1, MOST_SIZES + 1), *micro_batches(self.job, own)}):
+            if size == own or any(total % size for total in totals):
                 continue
             for mode in ("none", "full"):
                 made = list(draft)
@@ -1261,18 +1300,14 @@ class _Hunt:
                 yield tuple(made)
 
 
+def _devices(layout: Layout) -> Iterator[str]:
+    """The devices of a layout."""
+    return (name for pipeline in layout.pipelines for group in pipeline for name in group)
+
+
 def _is_short(draft: Draft, settings: Settings) -> bool:
     """Whether memory is so short that layers are recomputed or the optimizer's states offloaded."""
     return settings.offload_optimizer or any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
-
-
-def _note_end(ends: dict[int, tuple[float, Deal]], verdict: Verdict, deal: Deal) -> float:
-    """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""
-    if not isinstance(verdict, Cost):
-        return math.inf
-    if deal.pipelines not in ends or verdict.iteration_s < ends[deal.pipelines][0]:
-        ends[deal.pipelines] = verdict.iteration_s, deal
-    return verdict.iteration_s
 
 
 def _from_both_ends(things: Sequence[Thing]) -> Iterator[Thing]:

@@ -107,7 +107,7 @@ def test_a_row_that_is_left_out_can_take_the_place_of_any_other(world: Cluster, 
 def scored(seed: int) -> Score:
     """A score that knows nothing of training: a sum over rows, of their places and degrees, and over what holds for all."""
     rng = np.random.default_rng(seed)
-    costs = rng.random((4, 10, 10))
+    costs = rng.random((4, 129, 10))
 
     def score_s(deal: Deal, worth_s: float = float("inf")) -> float:
         rows = sum(costs[0, place % 10, row.degree] for place, row in enumerate(deal.rows))

@@ -18,7 +18,8 @@ import pytest
 
 import partition
 from partition.deals import Deal
-from partition.drafts import Settings, make_plan, usable_nodes
+from partition.drafts import Settings, make_plan, stage, usable_nodes
+from partition.objective import Ledger
 from partition.planners.megatron import grids
 from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
 from partition.search import BudgetSpent, Search
@@ -27,9 +28,10 @@ from sim.spec.cluster import Cluster
 from sim.spec.counts import total_parameters
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible, Verdict
-from sim.spec.plan import Plan
+from sim.spec.plan import Pipeline, Plan
 from sim.spec.transformer import transformer
 from tests.partition.small_worlds import SMALL, cluster, job, node
+from tests.partition.test_objective import priced
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,6 +227,33 @@ def test_no_megatron_grid_is_faster_on_equal_gpus(world: Cluster) -> None:
     result = partition.plan(world, work, budget_s=8.0)
     assert result.cost is not None
     assert result.cost.iteration_s <= min(verdict.iteration_s for verdict in verdicts) * (1 + 1e-9)
+
+
+def test_a_small_model_on_short_sequences_has_the_large_micro_batches_that_pay() -> None:
+    world, work = cluster(node("a", "A100-80GB-PCIe", 1)), job(sequence_length=256, batch=128)
+    judge = simulation(world, work)
+    sizes = [size for size in range(1, 129) if 128 % size == 0]
+    drafts = {size: (Pipeline(size, 128 // size, (stage(("a/0",), (0, 8), size, "none"),)),) for size in sizes}
+    plans = {size: make_plan(world, work, draft, Settings()) for size, draft in drafts.items()}
+    seconds = {size: getattr(judge(plan), "iteration_s", math.inf) for size, plan in plans.items()}
+    result = partition.plan(world, work, budget_s=3.0)
+    assert result.plan is not None and result.cost is not None
+    assert result.plan.pipelines[0].micro_batch == min(seconds, key=lambda size: seconds[size]) > 16
+    assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy"])
+def test_no_other_planner_finds_what_costs_less_where_gpus_cost(objective: str) -> None:
+    world = cluster(priced("a", "RTX4090", 4, 0.5, 30.0, 450.0), priced("b", "RTX3090", 4, 0.3, 20.0, 350.0))
+    work, ledger = job(SMALL, batch=32), Ledger(world)
+
+    def took(planner: str) -> float:
+        result = partition.plan(world, work, planner, budget_s=6.0, objective=objective)
+        assert result.plan is not None and result.cost is not None
+        outlay = ledger.outlay(result.plan, result.cost)
+        return outlay.joules_per_token if objective == "energy" else outlay.dollars_per_billion_tokens or 0.0
+
+    assert took("motley") <= min(map(took, ("megatron", "amp", "sailor", "flashflex"))) * (1 + 1e-9)
 
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -267,6 +268,35 @@ def test_a_planner_is_given_the_parts_one_after_the_other_where_gpus_cost(monkey
     seen.clear()
     partition.plan(FOUR, JOB, "spying")
     assert seen == [["a", "b"]]
+
+
+def test_parts_for_which_time_ran_out_are_searched_again_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[tuple[int, float]] = []
+
+    def slow(search: Search) -> None:
+        shares.append((len(search.cluster.devices), search.budget_s))
+        kind = search.cluster.nodes[0].name
+        if len(search.cluster.nodes) == 1:  # of the whole cluster it has nothing judged
+            search.consider(plan_of(tuple((f"{kind}/{i}",) for i in range(search.cluster.nodes[0].gpus))))
+        while not search.spent:
+            pass
+
+    seen = seen_parts(monkeypatch, slow)
+    result = partition.plan(FOUR, JOB, "spying", budget_s=0.5, objective="cost")
+    assert seen[:5] == [["b"], ["a"], ["b"], ["a"], ["a", "b"]]
+    assert [devices for devices, _ in shares[:5]] == [1, 1, 2, 2, 4]
+    assert sum(share_s for _, share_s in shares[:5]) <= 0.3  # larger parts have more of half of the time
+    assert shares[4][1] > 1.5 * shares[2][1] > 1.5 * shares[0][1]
+    ledger = Ledger(FOUR)
+    best = {
+        (plan.devices[0][0], len(plan.devices)): ledger.outlay(plan, cost).dollars_per_billion_tokens or 0.0
+        for plan, cost in [(result.plan, result.cost), *result.others]
+        if plan is not None and cost is not None
+    }
+    again = [(names[0], devices) for names, (devices, _) in zip(seen[5:], shares[5:], strict=True) if len(names) == 1]
+    assert again == sorted(best, key=lambda part: best[part])[: len(again)] and len(again) > 2
+    assert all(one > other for (_, one), (_, other) in pairwise(shares[5:]))
+    assert sum(share_s for _, share_s in shares) < 0.6
 
 
 def test_a_planner_that_refuses_some_parts_is_asked_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
