@@ -24,7 +24,8 @@ def one_stage_per_node(search: Search) -> None:
             for node, start, stop in zip(nodes, bounds, bounds[1:], strict=False)
         )
         pipelines = (Pipeline(micro_batch=1, micro_batches=job.global_batch, stages=stages),)
-        search.consider(Plan(search.cluster.name, job.model, job.sequence_length, job.global_batch, pipelines))
+        sizes = job.sequence_length, job.global_batch
+        search.consider(Plan(search.cluster.name, job.model, *sizes, pipelines, job.precision, optimizer=job.optimizer))
 
 
 cluster = read_cluster(Path(__file__).parent / "clusters" / "hexiscale-mixed-b.yaml")

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from hashlib import sha256
+from functools import cache
+from hashlib import sha1, sha256
 from importlib.util import find_spec
 from pathlib import Path
 
+from partition.parallel import interrupts_held
 from sim.cost.estimates import Estimates
 from sim.spec.cluster import Cluster, Intra, Node
 from sim.spec.gpu import gpu_kind
@@ -50,14 +52,23 @@ class Preparation:
                 if failed or time.monotonic() >= end:
                     return None
                 time.sleep(POLL_S)
-            self._estimates = Estimates(self._cluster, self._job)
+            with interrupts_held():  # the loading of compiled code would swallow Ctrl-C
+                _estimate_once()
+                self._estimates = Estimates(self._cluster, self._job)
         return self._estimates
 
 
 def is_compiled() -> bool:
-    """Whether numba has kept the compiled arithmetic beside its source."""
+    """Whether numba has kept the compiled arithmetic: where it is told to, beside the source, or where a user's caches are."""
     source = _source()
-    kept = source.parent.glob(f"__pycache__/{source.stem}.evaluate-*.nbi")
+    name = f"{source.stem}.evaluate-*.nbi"
+    # Of several folders of sources, each has one named so in a common one.
+    own = f"{source.parent.name}_{sha1(str(source.parent).encode()).hexdigest()}"
+    if told := os.environ.get("NUMBA_CACHE_DIR"):
+        kept = [*Path(told).glob(f"{own}/{name}")]
+    else:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        kept = [*source.parent.glob(f"__pycache__/{name}"), *caches.glob(f"numba/{own}/{name}")]
     return any(file.stat().st_mtime >= source.stat().st_mtime for file in kept)
 
 
@@ -96,12 +107,18 @@ def main() -> int:
         except OSError:
             return BUSY
         os.nice(5)
+    _estimate_once()
+    return 0
+
+
+@cache
+def _estimate_once() -> None:
+    """Nothing; has the arithmetic compiled, or what was compiled loaded, by the estimate of a small plan."""
     job = Job(transformer("gpt3-125m"), 512, 4)
     cluster = Cluster("one", (Node("a", gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9)),))
     stages = [[Stage((Replica((f"a/{2 * p + s}",), 1),), ((6 * s, 6 * s + 6),)) for s in range(2)] for p in range(2)]
     pipelines = tuple(Pipeline(1, 2, tuple(own)) for own in stages)
     Estimates(cluster, job).iteration_s(Plan(cluster.name, "gpt3-125m", 512, 4, pipelines))
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ from sim.spec.reading import InputError, nearest
 
 OBJECTIVES = ("throughput", "cost", "energy")
 
+MOST_PLACES = 12
+"""Decimal places of a number in a message, at most."""
+
 
 class Outlay(NamedTuple):
     """What training with a plan takes. Dollars are None where some GPU of the cluster has no price."""
@@ -124,15 +127,26 @@ class Objective:
         """The constraint that is missed by the largest factor; None where all are met."""
         found = []
         if self.min_tokens_per_s is not None and outlay.tokens_per_s < self.min_tokens_per_s:
-            reached, asked = f"{outlay.tokens_per_s:,.0f} tokens/s", f"at least {self.min_tokens_per_s:,.0f} tokens/s"
-            found.append(Missed(self.min_tokens_per_s / outlay.tokens_per_s, reached, asked))
+            reached, asked = _told_apart(outlay.tokens_per_s, self.min_tokens_per_s, 0)
+            told = f"{reached} tokens/s", f"at least {asked} tokens/s"
+            found.append(Missed(self.min_tokens_per_s / outlay.tokens_per_s, *told))
         for limit, value, unit in (
             (self.max_dollars_per_hour, outlay.dollars_per_hour, "per hour"),
             (self.max_dollars_per_billion_tokens, outlay.dollars_per_billion_tokens, "per billion tokens"),
         ):
             if limit is not None and value is not None and value > limit:
-                found.append(Missed(value / limit, f"${value:,.2f} {unit}", f"at most ${limit:,.2f} {unit}"))
+                reached, asked = _told_apart(value, limit, 2)
+                found.append(Missed(value / limit, f"${reached} {unit}", f"at most ${asked} {unit}"))
         return max(found, key=lambda missed: missed.factor, default=None)
+
+
+def _told_apart(reached: float, asked: float, places: int) -> tuple[str, str]:
+    """Both numbers with so many decimal places, or as many more as tell them apart and say the second one as it was asked."""
+    while True:
+        one, other = f"{reached:,.{places}f}", f"{asked:,.{places}f}"
+        if (one != other and math.isclose(float(other.replace(",", "")), asked, rel_tol=1e-9)) or places >= MOST_PLACES:
+            return one, other
+        places += 1
 
 
 def dominates(one: Outlay, other: Outlay) -> bool:

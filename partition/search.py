@@ -86,6 +86,8 @@ class Search:
     objective: Objective = field(default_factory=Objective)
     missed: Missed | None = None
     rng: np.random.Generator = field(init=False)
+    cut: bool = field(init=False, default=False)
+    """Whether the clock ended some of the work on this part of the cluster: elsewhere, or later, the answer may be another."""
     part_rank: Rank = field(init=False, default=(math.inf,) * 3, repr=False)
     """By the objective, of the best plan that was judged since the search, or its work on this part of the cluster, began."""
     _verdicts: dict[Plan, Verdict] = field(init=False, default_factory=dict, repr=False)
@@ -114,13 +116,19 @@ class Search:
 
     def check_budget(self) -> None:
         """Nothing, or BudgetSpent. For planners that think for long between two plans."""
-        if self.spent:
+        if self.past(self.budget_s):
             raise BudgetSpent
+
+    def past(self, moment_s: float) -> bool:
+        """Whether a moment of the search is past. Then the clock ends what asks for it, and the answer says so."""
+        past = self.elapsed_s >= moment_s
+        self.cut = self.cut or past
+        return past
 
     def narrow(self, part: Cluster, budget_s: float) -> None:
         """Nothing; the search goes on with a part of its cluster, within a budget that begins now."""
         self.cluster, self.budget_s, self._began = part, budget_s, time.perf_counter()
-        self.part_rank = (math.inf,) * 3
+        self.part_rank, self.cut = (math.inf,) * 3, False
 
     def consider(self, plan: Plan) -> Verdict:
         """The judge's verdict on a plan, which becomes the best one if it is better. Raises BudgetSpent after the budget."""
@@ -153,7 +161,7 @@ class Search:
         def check() -> None:
             news.hear()
             self.check_budget()
-            if told and self.elapsed_s > until_s:
+            if told and self.past(until_s):
                 raise _Late
 
         try:
@@ -349,7 +357,7 @@ def plan(
         stopped = "interrupted"
     seconds = time.perf_counter() - began
     best, cost = search.best or (None, None)
-    reason = None if best is not None else _why_not(search, planner, stopped, budget_s)
+    reason = None if best is not None else _why_not(search, planner, stopped)
     return Result(planner, best, cost, reason, search.judged, seconds, stopped, search.front, search.others, stands_in)
 
 
@@ -372,13 +380,13 @@ def _on_parts(search: Search, run: Planner, budget_s: float) -> bool:
     def search_part(number: int, share_s: float) -> bool:
         """Whether the planner took more than half of its share for a part."""
         search.narrow(parts[number], share_s)
-        cut.discard(number)
         try:
             run(search)
         except BudgetSpent:
-            cut.add(number)
+            search.cut = True
         except InputError as error:
             refusals[number] = error
+        (cut.add if search.cut else cut.discard)(number)
         worth[number] = min(worth[number], search.part_rank)
         return search.elapsed_s > share_s / 2
 
@@ -417,7 +425,7 @@ def _stand_in(search: Search) -> bool:
     return search.best is not None
 
 
-def _why_not(search: Search, planner: str, stopped: str, budget_s: float) -> Infeasible:
+def _why_not(search: Search, planner: str, stopped: str) -> Infeasible:
     """Why a search ends without a plan: the constraint that was missed by least, or what the least hungry plan lacks."""
     from partition.shortage import shortage  # it is a user of this module
 
@@ -432,10 +440,13 @@ def _why_not(search: Search, planner: str, stopped: str, budget_s: float) -> Inf
     closest = search.closest[1] if search.closest is not None else None
     if stopped != "interrupted" and (closest is None or closest.reason == "memory"):
         closest = shortage(search.cluster, search.job, closest) or closest
-    return closest or _nothing_tried(planner, stopped, budget_s)
+    return closest or _nothing_tried(planner, search, stopped)
 
 
-def _nothing_tried(planner: str, stopped: str, budget_s: float) -> Infeasible:
-    """The answer of a search that judged no plan at all."""
-    why = f"within its budget of {budget_s:g} s" if stopped == "budget" else "for this cluster and job"
+def _nothing_tried(planner: str, search: Search, stopped: str) -> Infeasible:
+    """The answer of a search that judged no plan at all, though memory is not what lacks."""
+    job, gpus = search.job, len(search.cluster.devices)
+    why = f"for {gpus} GPUs, {job.model.layers} layers and a batch of {job.global_batch}: another planner may find one"
+    if stopped == "budget":
+        why = f"within its budget of {search.budget_s:g} s"
     return Infeasible(None, "devices", None, None, f"the planner {planner} found no plan to judge {why}")

@@ -45,8 +45,10 @@ def shortage(cluster: Cluster, job: Job, closest: Infeasible | None = None) -> I
         return None
     plan, reason = least
     if reason is None:
-        why = closest or Infeasible(None, "memory", None, None, "no plan that was tried fits in memory")
-        return replace(why, message=f"{why.message}; yet a plan of {_described(plan)} does fit: another planner may find one")
+        if closest is None:
+            return None
+        fits = f"{closest.message}; yet a plan of {_described(plan)} does fit: another planner may find one"
+        return replace(closest, message=fits)
     if reason.reason != "memory":
         return None
     if closest is not None and lacking_bytes(closest) < lacking_bytes(reason):

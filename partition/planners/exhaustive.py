@@ -341,7 +341,7 @@ class Bounds:
         self.exchanged_s = cache(self._exchanged_s)
         self.pace_s = cache(self._pace_s)
         self.sync_s = cache(self._sync_s)
-        stages = sum(len(sort) for sort in space.sorts)
+        stages = min(sum(len(sort) for sort in space.sorts), self.layers)
         largest_bytes = 2 * 8 * stages * 2**stages * len(cuts(self.layers, stages))
         self.course = lru_cache(maxsize=max(1, KEPT_BYTES // largest_bytes))(self._course)
         self.fitting = lru_cache(maxsize=max(1, KEPT_BYTES // largest_bytes))(self._fitting)

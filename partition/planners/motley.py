@@ -168,10 +168,12 @@ MOST_SIZES = 16
 FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
 
 
-Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]]]
-"""Layouts with their scores and drafts, and drafts with their settings."""
+Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]], bool]
+"""Layouts with their scores and drafts, drafts with their settings, and whether the clock ended the search for them."""
 
 Thing = TypeVar("Thing")
+Argument = TypeVar("Argument")
+Answer = TypeVar("Answer")
 
 Pipes: TypeAlias = list[list[tuple[str, ...]]]
 """A layout's pipelines while a move changes them."""
@@ -284,6 +286,7 @@ class _Hunt:
         self.resettle()
         self.explore()
         self.finish()
+        self.search.cut = self.search.cut or self.estimates is None  # next time they will be compiled
 
     def load(self, wait_s: float = 0.0, most: int = WALKS) -> None:
         """Takes estimates for prices from now on, if they are there in some seconds; so many of the best have theirs at once."""
@@ -299,7 +302,8 @@ class _Hunt:
 
     def begin(self) -> None:
         """Takes what the graph partition finds, and descends among deals."""
-        found, self.partitioned = beside(self.partition_graph, self.begin_deals, self.search.check_budget)
+        found, self.partitioned, cut = beside(self.partition_graph, self.begin_deals, self.search.check_budget)
+        self.search.cut = self.search.cut or cut
         for entry in found:
             self._keep(*entry)
         self.deal()
@@ -313,7 +317,7 @@ class _Hunt:
         until_s = self.search.elapsed_s + max(self._left_s(STARTED), (STARTED - DEALT) * self.search.budget_s)
         for start in self.starts():
             self.score_s(start)
-            if self.search.elapsed_s > until_s and self.found:
+            if self.found and self.search.past(until_s):
                 break
 
     def try_grids(self) -> None:
@@ -325,7 +329,7 @@ class _Hunt:
 
         def late(times: int = 1) -> bool:
             self.search.check_budget()
-            return self.search.elapsed_s > now_s + times * part_s
+            return self.search.past(now_s + times * part_s)
 
         found: list[tuple[float, Draft, Settings]] = []
 
@@ -357,7 +361,7 @@ class _Hunt:
         """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""
         left_s = self._left_s(PARTITIONED)
         if not left_s:
-            return [], []
+            return [], [], True
         part = Search(self.search.cluster, self.job, self.search.judge, self.search.seed, left_s)
         climb = Climb(part, list(self.nodes.values()), np.random.default_rng(self.search.seed))
         with suppress(BudgetSpent):  # what it has found counts
@@ -368,7 +372,7 @@ class _Hunt:
         climb.search = self.search
         for candidate in sorted(climb.priced, key=lambda candidate: climb.priced[candidate][0])[:MOST_MET]:
             self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
-        return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
+        return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2)), part.cut
 
     def begin_deals(self) -> None:
         """Finds the best start among deals for each number of pipelines, of the first settings under which one can run.
@@ -380,7 +384,7 @@ class _Hunt:
         until_s = self.search.elapsed_s + max(self._left_s(BEGUN), (BEGUN - PARTITIONED) * self.search.budget_s)
         # Nearly square layouts are the best guess.
         for number in sorted(self._twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
-            if len(firsts) >= DEALERS and self.search.elapsed_s > until_s:
+            if len(firsts) >= DEALERS and self.search.past(until_s):
                 break
             for settings in START_SETTINGS:
                 best: tuple[float, Deal] | None = None
@@ -450,7 +454,7 @@ class _Hunt:
                 self.search.check_budget()
 
             descend = partial(self.descend, tell=news.tell)
-            for found in map(descend, tasks) if workers == 1 else side_by_side(descend, tasks, check):
+            for found in map(descend, tasks) if workers == 1 else self._side_by_side(descend, tasks, check):
                 self.longest = max(self.longest, found.longest)
                 for plan, verdict, deal in found.judged:
                     self.search.take(plan, verdict)
@@ -475,11 +479,11 @@ class _Hunt:
         ends, least_s = dict(self.ends), task.least_s
 
         def late() -> bool:
-            return self.search.elapsed_s > task.until_s
+            return self.search.past(task.until_s)
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or self.search.elapsed_s + self._expected_s(drafted[0]) > task.verdicts_s:
+            if drafted is None or self.search.past(task.verdicts_s - self._expected_s(drafted[0])):
                 return math.inf
             if late() and self._work(drafted[0]) > QUICK_WORK:
                 return math.inf
@@ -550,7 +554,7 @@ class _Hunt:
         drafted = self._drafted(deal)
         short = drafted is None or _is_short(*drafted)
         for _ in range(DRAWN):
-            if self.search.elapsed_s > now_s + DRAWING * (until_s - now_s):
+            if self.search.past(now_s + DRAWING * (until_s - now_s)):
                 break
             drawn = self.deals.drawn(deal.pipelines, rng, short)
             if drawn not in paces:
@@ -558,7 +562,7 @@ class _Hunt:
         best: tuple[float, Deal] | None = None
         for drawn in sorted(paces, key=lambda drawn: paces[drawn])[:ASKED]:
             least_s = math.inf if best is None else best[0]
-            if paces[drawn] > PACED * least_s or self.search.elapsed_s > now_s + 2 * DRAWING * (until_s - now_s):
+            if paces[drawn] > PACED * least_s or self.search.past(now_s + 2 * DRAWING * (until_s - now_s)):
                 break
             if (seconds := self.deal_s(drawn, least_s)) < least_s:
                 best = seconds, drawn
@@ -593,7 +597,9 @@ class _Hunt:
 
     def _soon(self, draft: Draft) -> bool:
         """Whether the judge may say of a draft what it takes, and there is time to have several of them judged."""
-        return self._expected_s(draft) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
+        soon = self._expected_s(draft) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
+        self.search.cut = self.search.cut or not soon
+        return soon
 
     @contextmanager
     def _clocked(self, draft: Draft) -> Iterator[None]:
@@ -648,7 +654,7 @@ class _Hunt:
             for schedule, (zero_stage, offload), sequence_parallel, size in product(
                 (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, micro_batches(self.job, layout.micro_batch)
             ):
-                if self.search.elapsed_s > until_s:
+                if self.search.past(until_s):
                     return
                 settings = Settings(schedule, zero_stage, sequence_parallel, offload)
                 self.score_s(replace(layout, micro_batch=size, settings=settings))
@@ -665,7 +671,7 @@ class _Hunt:
                 (layout, [self.search.seed, generation, n], share * self.search.budget_s)
                 for n, layout in enumerate(self._promising()[:WALKS])
             ]
-            for found in side_by_side(self.walk, walks, self.search.check_budget):
+            for found in self._side_by_side(self.walk, walks, self.search.check_budget):
                 for entry in found:
                     self._keep(*entry)
 
@@ -677,9 +683,21 @@ class _Hunt:
 
     # --- Time ---
 
+    def _side_by_side(
+        self, function: Callable[[Argument], Answer], arguments: Sequence[Argument], check: Callable[[], None]
+    ) -> Iterator[Answer]:
+        """As `side_by_side`; whether the clock ended the work of one of the processes is known here, too."""
+
+        def told(argument: Argument) -> tuple[Answer, bool]:
+            return function(argument), self.search.cut
+
+        for answer, cut in side_by_side(told, arguments, check):
+            self.search.cut = self.search.cut or cut
+            yield answer
+
     def late(self, share: float) -> bool:
         """Whether this share of the budget is spent."""
-        return self.search.elapsed_s > share * self.search.budget_s
+        return self.search.past(share * self.search.budget_s)
 
     def _left_s(self, share: float) -> float:
         """Seconds until this share of the budget is spent."""
@@ -848,7 +866,7 @@ class _Hunt:
             cooling, steps = min(cooling, steps), steps - cooling
             at_s, layout = best
             for step in range(cooling):
-                if self.search.elapsed_s > until_s:
+                if self.search.past(until_s):
                     return
                 heat = WARM * (COLD / WARM) ** (step / cooling)
                 changed = self.moved(layout)
@@ -1159,7 +1177,7 @@ class _Hunt:
             ]
             entries += [(self.draft_s(*other, math.inf), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
-        tuned = side_by_side(self._tuned, entries, self.search.check_budget)
+        tuned = self._side_by_side(self._tuned, entries, self.search.check_budget)
         best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
         if best is not None:
             self.polish(*best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from hashlib import sha1
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def test_one_process_at_a_time_compiles(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(estimated.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(estimated.os, "nice", lambda by: None)
     codes: list[int] = []
+    estimated._estimate_once.cache_clear()
     monkeypatch.setattr(estimated, "Estimates", lambda *_: codes.append(estimated.main()) or Estimates(WORLD, JOB))
     monkeypatch.setattr(Estimates, "iteration_s", lambda *_: 1.0)
     assert estimated.main() == 0 and codes == [estimated.BUSY]
@@ -81,4 +83,24 @@ def test_what_was_compiled_of_an_older_source_does_not_count(tmp_path: Path, mon
     os.utime(kept, (999, 999))
     assert not estimated.is_compiled()
     os.utime(kept, (1001, 1001))
+    assert estimated.is_compiled()
+
+
+def test_what_was_compiled_into_another_folder_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, told, home = tmp_path / "cost", tmp_path / "told", tmp_path / "home"
+    folder.mkdir()
+    (folder / "recurrence.py").write_text("")
+    monkeypatch.setattr(estimated, "find_spec", lambda name: ModuleSpec(name, None, origin=str(folder / "recurrence.py")))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    own = f"cost_{sha1(str(folder).encode()).hexdigest()}"  # as numba names it
+    for cache in (home / "numba" / own, told / own, told / "cost_of_another_installation"):
+        cache.mkdir(parents=True)
+    (told / "cost_of_another_installation" / "recurrence.evaluate-1.py311.nbi").write_text("")
+    assert not estimated.is_compiled()
+    (home / "numba" / own / "recurrence.evaluate-1.py311.nbi").write_text("")
+    assert estimated.is_compiled()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(told))
+    assert not estimated.is_compiled()
+    (told / own / "recurrence.evaluate-1.py311.nbi").write_text("")
     assert estimated.is_compiled()

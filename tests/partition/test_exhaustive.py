@@ -262,6 +262,13 @@ def test_no_other_planner_has_a_better_plan_of_the_space(instance: int) -> None:
     assert best.cost.iteration_s <= min(seen) * (1 + 1e-9)
 
 
+def test_a_job_of_fewer_layers_than_gpus_has_its_optimum() -> None:
+    on, work = cluster(node("a", "A10G", 4)), job(replace(TINY, name="shallow", layers=1), batch=8)
+    found = plan(on, work, "exhaustive", budget_s=60)
+    assert found.cost is not None and found.plan is not None
+    assert found.cost.iteration_s <= min(cost.iteration_s for _, cost in plan(on, work, "megatron", budget_s=60).front)
+
+
 def test_the_ten_best_by_estimate_are_judged_again() -> None:
     on, work = SMALL_INSTANCES[0]
     seen: list[Plan] = []

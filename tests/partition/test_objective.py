@@ -95,6 +95,13 @@ def test_the_constraint_that_is_missed_by_the_largest_factor_is_told() -> None:
     dear = aim.missed(outlay(1, 10, 0, 8.0))
     assert dear is not None and dear == (4.0, "$8.00 per hour", "at most $2.00 per hour")
     assert aim.missed(outlay(1, 30, 0)) == (3.0, "$30.00 per billion tokens", "at most $10.00 per billion tokens")
+    # With as many digits as tell what is asked for, and that it is not met.
+    near = Objective(min_tokens_per_s=500.4).missed(outlay(2, 1, 1))
+    assert near is not None and near[1:] == ("500.0 tokens/s", "at least 500.4 tokens/s")
+    near = Objective(min_tokens_per_s=500.0001).missed(outlay(2, 1, 1))
+    assert near is not None and near[1:] == ("500.0000 tokens/s", "at least 500.0001 tokens/s")
+    tiny = Objective(max_dollars_per_billion_tokens=0.001).missed(outlay(1, 114.95, 1))
+    assert tiny is not None and tiny[1:] == ("$114.950 per billion tokens", "at most $0.001 per billion tokens")
 
 
 def test_unknown_objectives_and_constraints_that_are_not_above_zero_are_refused() -> None:

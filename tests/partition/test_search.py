@@ -333,6 +333,24 @@ def test_the_best_symmetric_plan_stands_in_where_the_budget_is_too_small(monkeyp
     assert not partition.plan(on, work, "megatron", budget_s=600).stands_in
 
 
+def test_an_answer_that_the_clock_had_a_part_in_is_not_called_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patient(search: Search) -> None:
+        search.consider(SHAPES[0])
+        while not search.past(0.02):  # it ends by itself, but by the clock
+            pass
+
+    monkeypatch.setitem(PLANNERS, "patient", patient)
+    assert partition.plan(FOUR, JOB, "patient").stopped == "budget"
+    assert partition.plan(mixed(), job(SMALL), "motley", budget_s=1.0).stopped == "budget"
+
+
+def test_a_planner_without_a_plan_to_try_does_not_blame_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "idle", lambda search: None)
+    result = partition.plan(FOUR, JOB, "idle")
+    assert result.infeasible is not None and result.infeasible.reason == "devices"
+    assert "the planner idle found no plan to judge for 4 GPUs, 8 layers and a batch of 16" in result.infeasible.message
+
+
 def test_no_plan_stands_in_where_none_keeps_the_constraints_or_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANNERS, "idling", idling)
     slow = partition.plan(mixed(), job(SMALL), "idling", budget_s=0.01, objective=Objective(min_tokens_per_s=1e9))
