@@ -99,9 +99,12 @@ PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.1
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end; the rest is for changes of the best."""
 
-SETTLED, RESTARTED, DESCENDED = 0.15, 0.3, 0.6
-"""The shares of the time for deals after which end: first steps from starts, first steps from random deals, and descents from
-where these led; the rest is for changes of the best."""
+SETTLED, RESTARTED, DESCENDED, PASSED = 0.15, 0.3, 0.6, 0.8
+"""The shares of the time for deals after which end: first steps from starts, first steps from random deals, descents from where
+the best of these led, and those from numbers of pipelines that were passed by; the rest is for changes of the best."""
+
+PASSED_S = 4.0
+"""Seconds of the time for deals for each such number, if there are to be any."""
 
 NEAR, FIRSTS, SAME = 1.2, 6, 3
 MORE_DEALS, PATIENCE, DEALERS = 200, 40, 2
@@ -420,6 +423,11 @@ class _Hunt:
         near = self._unlike_ends(settled)
         firsts = [near[n % len(near)] for n in range(FIRSTS)]
         self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
+        # Rows that are cut may make the best of a number of pipelines that was behind before.
+        passed = {deal.pipelines: deal for deal in reversed(near) if deal.pipelines not in {first.pipelines for first in firsts}}
+        if passed and left_s >= len(passed) * PASSED_S:
+            begins = [_Descent(deal, [seed, n], least_s) for n, deal in enumerate(passed.values())]
+            self._descend_all(begins, now_s + PASSED * left_s)
         if self.ends:
             self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
