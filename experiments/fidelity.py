@@ -7,6 +7,7 @@ publication's own counting), and in its peak memory. Runs that cannot be modelle
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 64
 """Programs in which transfers slow one another are simulated where they have up to so many instructions on up to so many GPUs. Of
 all others the estimate is taken, which is faster, and the same where no transfers slow one another."""
 
+OUT_OF_MEMORY = r"\boom\b|out[ _-]?of[ _-]?memory|resource_exhausted|(did|does) ?n[o']t fit"
+
 ESTIMATE, SIMULATION, BYTES = "estimate", "simulation", "memory"
 
 
@@ -63,7 +66,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     """
     quantities = _published(run)
     empty = _comparison(run, quantities[0] if quantities else None)
-    if not quantities:
+    if not quantities and not run.bad_cells:
         return [replace(empty, note="nothing to compare is published")]
     world = modelled(run, read_assumptions())
     if isinstance(world, NotModelled):
@@ -78,10 +81,13 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     for quantity in quantities:
         comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_))
         if quantity == MEMORY:
-            found.append(replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES))
+            comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
-            found.append(replace(comparison, predicted=predicted, predicted_s=seconds, judge=judge))
+            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=judge)
+        if not math.isfinite(comparison.relative_error or 0.0):
+            comparison = replace(_comparison(run, quantity), note="not modelled: predicted and measured are too far apart")
+        found.append(comparison)
     return found
 
 
@@ -277,7 +283,8 @@ def check_fit(run: Run, ran: bool, constants: Constants | None = None, exact: bo
 
 def is_out_of_memory(failure: str) -> bool:
     """Whether these words say that a run failed for lack of memory, and for nothing else."""
-    return re.fullmatch(r"(oom|out of memory)( error)?", failure.strip(), re.IGNORECASE) is not None
+    words = re.split(r"[/|]", failure.strip())
+    return all(re.search(OUT_OF_MEMORY, word, re.IGNORECASE) for word in words)
 
 
 # --- All runs --------------------------------------------------------------------------------------------------------

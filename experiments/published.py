@@ -97,9 +97,15 @@ class Run:
     plan_json: str | None = None
     notes: str | None = None
     failure: str | None = None
+    bad_cells: tuple[str, ...] = ()
+    """What is wrong with cells that are not of their column, which count as empty."""
 
 
-_TYPES: Mapping[str, str] = {column.name: str(column.type) for column in fields(Run)}
+_TYPES: Mapping[str, str] = {column.name: str(column.type) for column in fields(Run) if column.name != "bad_cells"}
+
+_EMPTY = ("", "n/a", "na", "nan", "null", "-", "--", "?")
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": False}
+"""Words that stand for an empty cell, and for a flag, without regard to case."""
 
 _REQUIRED = ("id", "source_key", "gpu_type", "num_gpus")
 _REQUIRED_OF_FAILURES = ("source_key", "gpu_type", "num_gpus", "failure")
@@ -110,9 +116,9 @@ _RENAMED = {"zero": "zero_stage_or_fsdp"}
 def read_runs(path: str | Path) -> list[Run]:
     """The rows of a CSV of runs, such as `data/published_runs.csv`.
 
-    Its columns are the fields of Run but `failure`; id, source_key, gpu_type and num_gpus must be there, any other may be
-    missing. Raises InputError, in one line, for a file without rows, unknown or missing columns, cells that are not of their
-    column, and an id that stands twice.
+    Its columns are the fields of Run, but for the last two; id, source_key, gpu_type and num_gpus must be there, any other may be
+    missing. A row with a cell that is not of its column says so (`bad_cells`). Raises InputError, in one line, for a file without
+    rows, unknown or missing columns, a row that has more or fewer cells, and an id that stands twice.
     """
     return _read(path, _REQUIRED, {})
 
@@ -151,14 +157,14 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
             line = reader.line_num
             if len(cells) != len(columns):
                 raise InputError(f"{path}, line {line}: has {len(cells)} cells, but there are {len(columns)} columns")
-            values = {c: _cell(cell.strip(), c, f"{path}, line {line}") for c, cell in zip(columns, cells, strict=True)}
+            values, bad = _values(columns, cells)
             if values.get("source_key") is None:
                 raise InputError(f"{path}, line {line}: source_key is a text, but the cell is empty")
             if values.get("id") is None:
                 if "id" in required:
                     raise InputError(f"{path}, line {line}: id is a text, but the cell is empty")
                 values["id"] = f"{values['source_key']}-failed-{len(runs) + 1:04d}"
-            run = Run(**values)
+            run = Run(**values, bad_cells=bad)
             if run.id in lines:
                 raise InputError(f"{path}, line {line}: the id {run.id!r} stands in line {lines[run.id]} already")
             lines[run.id] = line
@@ -170,27 +176,44 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
     return runs
 
 
-def _cell(text: str, column: str, where: str) -> Any:
-    """The typed value of one cell; None where it is empty."""
-    if not text:
+def _values(columns: Sequence[str], cells: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The typed values of a row's cells, and what is wrong with those that count as empty for it."""
+    values: dict[str, Any] = {}
+    bad = []
+    for column, cell in zip(columns, cells, strict=True):
+        try:
+            values[column] = _cell(cell.strip(), column)
+        except InputError as error:
+            values[column] = None
+            bad.append(str(error))
+    return values, tuple(bad)
+
+
+def _cell(text: str, column: str) -> Any:
+    """The typed value of one cell; None where it is empty. Raises InputError where it is not of its column."""
+    if text.casefold() in _EMPTY:
         return None
     kind = _TYPES[column]
     if kind.startswith("str"):
         return text
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
     if kind.startswith("bool"):
+        if text.casefold() in _FLAGS:
+            return _FLAGS[text.casefold()]
         if value not in (0, 1):
-            raise InputError(f"{where}: {column} is 0 or 1, but got {text!r}")
+            raise InputError(f"{column} is 0 or 1, but got {text!r}")
         return bool(value)
+    if text.casefold() == "none":
+        return None
     if kind.startswith("int"):
         if not (value.is_integer() and 1 <= value < 2**53):
-            raise InputError(f"{where}: {column} is a whole number of at least 1, or empty, but got {text!r}")
+            raise InputError(f"{column} is a whole number of at least 1, or empty, but got {text!r}")
         return int(value)
     if not 0 <= value < math.inf:
-        raise InputError(f"{where}: {column} is a number of at least 0, or empty, but got {text!r}")
+        raise InputError(f"{column} is a number of at least 0, or empty, but got {text!r}")
     return value
 
 
@@ -246,7 +269,7 @@ class Assumption:
     not_modelled: str | None
 
 
-_ABOUT = ("where", "column", "contains", "names", "model", "reason")
+_ABOUT = ("where", "column", "contains", "unless", "names", "model", "reason")
 """Keys of an entry that say for what it holds, and why, or that are put together by themselves."""
 
 
@@ -288,9 +311,10 @@ class Assumptions:
 
 
 def _holds(entry: Mapping[str, Any], run: Run) -> bool:
-    """Whether an exception is for a run: its column contains one of the texts."""
+    """Whether an exception is for a run: its column contains one of the texts, and none of those of `unless`."""
     text = str(getattr(run, entry["column"]) or "").casefold()
-    return any(part.casefold() in text for part in entry["contains"])
+    held, freed = (any(part.casefold() in text for part in entry.get(key, ())) for key in ("contains", "unless"))
+    return held and not freed
 
 
 def read_assumptions(path: str | Path = DATA / "assumptions.yaml") -> Assumptions:
@@ -329,6 +353,7 @@ def _with_exceptions(table: Table) -> dict[str, Any]:
         exception.text("reason")
         exception.choice("column", _TYPES)
         exception.items("contains", minimum=1)
+        exception.items("unless", [])
     return _plain(table)
 
 
@@ -440,6 +465,8 @@ def modelled(run: Run, assumptions: Assumptions) -> Modelled | NotModelled:
     unless the row's `plan_json` says otherwise.
     """
     try:
+        if run.bad_cells:
+            raise _Refused("; ".join(run.bad_cells))
         assumption = assumptions.of(run)
         if assumption.not_modelled is not None:
             raise _Refused(assumption.not_modelled)
@@ -457,9 +484,11 @@ class _Row:
         self.run, self.assumption = run, assumption
         self.assumed: list[str] = []
         self.gpus = self._gpus()
-        for name in ("num_layers", "hidden", "global_batch", "tp", "pp", "dp", "seq_len"):
+        for name in ("num_layers", "hidden", "global_batch", "tp", "pp", "seq_len"):
             self._published(name)
-        self.tp, self.pp, self.dp, self.cp = self._published("tp"), self._published("pp"), self._published("dp"), run.cp or 1
+        self.tp, self.pp, self.cp = self._published("tp"), self._published("pp"), run.cp or 1
+        copies, rest = divmod(self._published("num_gpus"), self.tp * self.pp * self.cp)
+        self.dp = int(self._taken("dp", None if rest else copies))
         degrees = self.tp * self.pp * self.dp * self.cp
         if degrees != self._published("num_gpus"):
             terms = [self.tp, self.pp, self.dp] + ([self.cp] if self.cp > 1 else [])
@@ -549,10 +578,12 @@ class _Row:
         link = (run.intra_node_link or "").casefold()
         if "nvl72" in link:  # the switch joins the nodes of a rack, which are used equally
             per_node = max(n for n in range(1, min(NVLINK_DOMAIN, total) + 1) if total % n == 0)
+        fabric = any(word in link for word in _FABRICS) and not any(word in link for word in _NO_FABRICS)
+        unknown = not fabric and "pci" not in link and not any(word in link for word in _NO_FABRICS)
         groups = []
         for kind, count in self.gpus:
             intra = dict(assumption.intra_of).get(kind.name)
-            nvlink = kind.nvlink_bytes_per_s if "nvlink" in link or (not link and intra is None) else None
+            nvlink = kind.nvlink_bytes_per_s if fabric or (unknown and intra is None) else None
             if intra is not None or nvlink is None:
                 groups.append((kind, count, *(intra or assumption.intra)))
             else:
@@ -616,6 +647,9 @@ class _Row:
         if run.schedule is None and run.vpp is not None:
             return "interleaved", (run.vpp,)
         text = self._text("schedule", self.assumption.schedule)
+        text = _SCHEDULE_WORDS.get(text, text)
+        if "non-interleaved" in text:
+            return "1f1b", (1,)
         if "zb-v" in text:
             return "zb-v", (2,)
         if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "eager-1f1b"):
@@ -664,12 +698,14 @@ class _Row:
             group = per_node if 1 <= per_node < self.dp * self.cp else None
         if "shard_grad_op" in text:
             return 2, group
-        if found := re.search(r"zero[- ]?([0-3])", text):
+        if found := re.search(r"(?:zero|stage)[- ]*(?:stage)?[- ]*([0-3])", text) or re.fullmatch(r"([0-3])(?:\.0)?", text):
             return int(found[1]), group
         if "fsdp" in text or "hsdp" in text or "full_shard" in text or "sharded weights" in text:
             return 3, group
         if "distributed optimizer" in text:
             return 1, group
+        if text in _ZERO_WORDS:
+            return _ZERO_WORDS[text], group
         raise _Refused(f"zero_stage_or_fsdp {self.run.zero_stage_or_fsdp!r}")
 
     def _precision(self) -> str:
@@ -684,6 +720,7 @@ class _Row:
         """The mode of a stage of so many layers, and how many of them it is for, with 'full'."""
         run, share = self.run, self.assumption.selective_layers
         text = self._text("recompute", self.assumption.recompute)
+        text = _RECOMPUTE_WORDS.get(text, text)
         mode = next((mode for mode in RECOMPUTE if text.startswith(mode)), None)
         if mode is None:
             raise _Refused(f"recompute {run.recompute!r}")
@@ -821,9 +858,29 @@ class _Row:
         return found
 
 
+_FABRICS = ("nvlink", "nvswitch", "nvl", "sxm", "hgx", "dgx", "infinity fabric", "xgmi")
+_NO_FABRICS = ("no nvlink", "without nvlink", "non-nvlink")
+"""Words of `intra_node_link` that tell of a kind's own fabric, and that there is none. Words that tell neither say nothing."""
+
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
 """The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""
 
+
+_SCHEDULE_WORDS = {
+    "none": "1f1b",
+    "default": "1f1b",
+    "pipedream-flush": "1f1b",
+    "afab": "gpipe",
+    "zbv": "zb-v",
+    "zb1p": "zb-1p",
+    "zb2p": "zb-2p",
+}
+_RECOMPUTE_WORDS = {
+    **dict.fromkeys(("no", "off", "false", "0"), "none"),
+    **dict.fromkeys(("yes", "on", "true", "1"), "full"),
+}
+_ZERO_WORDS = {"none": 0, "no": 0, "ddp": 0, "no_shard": 0, "dist opt": 1, "distributed-optimizer": 1, "distributed_optimizer": 1}
+"""What else a schedule, a recomputation and a ZeRO stage are called."""
 
 _PRECISION_WORDS = (
     ("nvfp4", "nvfp4"),
@@ -832,7 +889,10 @@ _PRECISION_WORDS = (
     ("fp8", "fp8"),
     ("float8", "fp8"),
     ("bf16", "bf16"),
+    ("bfloat16", "bf16"),
     ("fp16", "fp16"),
+    ("float16", "fp16"),
+    ("half", "fp16"),
     ("tf32", "tf32"),
     ("fp32", "fp32"),
 )

@@ -489,6 +489,8 @@ class _Meetings:
             return
         places = range(len(pairs))
         self._ones = _Flows.of(flows, [f for f, _, _ in pairs], places, [fraction for _, _, fraction in pairs])
+        slowing = [dict(forms[g].others).get(f, 0.0) for f, g, _ in pairs]
+        self._slowing_others = _Flows.of(flows, [f for f, _, _ in pairs], places, slowing).fractions
         self._others = _Flows.of(flows, [g for _, g, _ in pairs], places)
         exchanges = [(f, g, fraction) for f, g, fraction in pairs if forms[f].exchange]
         self._exchanges = list(dict.fromkeys(f for f, _, _ in exchanges))
@@ -515,7 +517,12 @@ class _Meetings:
         found = both_s > 1e-14 * self._pairs * span_s + 1e-12 * span_s
         if not found.any():
             return None
-        lost = np.bincount(self._ones.ends[found] - 1, (both_s * self._ones.fractions)[found], self._links)
+        # One that is slowed for longer than the others are under way goes on by itself when these, slowed themselves, have ended.
+        fractions = self._ones.fractions
+        slowed = np.minimum(until + both_s * fractions, (self._ones.places + 1) * span_s)
+        beside_s = (np.interp(slowed, corners, passed) - np.interp(begins, corners, passed)) * (1 + self._slowing_others)
+        longer_s = np.minimum(both_s, beside_s / (1 + fractions)) * fractions
+        lost = np.bincount(self._ones.ends[found] - 1, longer_s[found], self._links)
         seconds: list[float] = lost.tolist()
         return seconds
 

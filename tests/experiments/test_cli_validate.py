@@ -200,7 +200,7 @@ def test_an_interrupt_of_the_fit_is_told(motley: Motley, world: World, runs: str
         (f"{COLUMNS}\n", ["runs.csv", "holds no runs"]),
         ("a,b\n1,2\n", ["runs.csv", "unknown column 'a'"]),
         ("id,source_key\nx,y\n", ["runs.csv", "the column 'gpu_type' is missing"]),
-        (f"{COLUMNS}\n{ROWS[0].replace('0.1', 'fast')}\n", ["runs.csv, line 2", "iter_time_s", "'fast'"]),
+        (f"{COLUMNS}\n{ROWS[0]},1\n", ["runs.csv, line 2", "cells"]),
     ],
 )
 def test_a_mistake_in_a_file_of_runs_is_told_in_one_line(motley: Motley, world: World, text: str, words: list[str]) -> None:

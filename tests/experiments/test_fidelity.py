@@ -37,9 +37,11 @@ from experiments.fidelity import (
     replay_json,
 )
 from experiments.plots import ParityPoint, plot_parity
-from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
+from experiments.published import DATA, Modelled, Run, modelled, read_assumptions, read_runs
+from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts, peak_bytes
 from sim.cost.network import Network
+from sim.engine import simulate
 from sim.spec.cluster import Cluster
 from sim.spec.gpu import CONSTANTS, efficiencies
 from sim.spec.plan import Plan
@@ -180,6 +182,9 @@ def test_the_share_of_fits_said_right_is_told_for_each_class() -> None:
         ("OOM", True),
         ("OOM Error", True),
         ("out of memory", True),
+        ("CUDA out of memory", True),
+        ("torch.cuda.OutOfMemoryError", True),
+        ("did not fit", True),
         ("crashed / OOM / timeout", False),
         ("Kernel not available", False),
     ],
@@ -292,6 +297,27 @@ def test_a_run_that_cannot_be_modelled_says_why(changes: dict[str, object], word
     (found,) = predict(replace(GPT_22B, **changes))  # type: ignore[arg-type]
     assert found.predicted is None and found.relative_error is None
     assert words in found.note
+
+
+def test_what_is_too_far_from_what_was_measured_is_told_and_no_number() -> None:
+    (found,) = predict(replace(GPT_22B, iter_time_s=5e-324, peak_mem_gb=None))
+    assert (found.predicted, found.relative_error) == (None, None)
+    assert found.note == "not modelled: predicted and measured are too far apart"
+
+
+def test_a_run_with_a_bad_cell_is_told_although_nothing_else_is_published() -> None:
+    (found,) = predict(replace(GPT_22B, iter_time_s=None, bad_cells=("iter_time_s is a number of at least 0, but got 'soon'",)))
+    assert found.note == "not modelled: iter_time_s is a number of at least 0, but got 'soon'"
+
+
+@pytest.mark.parametrize("rate", [25.0, 50.0, 100.0, 200.0])
+def test_estimates_of_slow_networks_stay_near_the_simulation(rate: float) -> None:
+    # Lanes on two nodes each, whose sums meet messages: each is slowed no longer than what slows it lasts.
+    run = next(run for run in read_runs(DATA / "published_runs.csv") if run.id == "dgxc-0230")
+    world = modelled(replace(run, inter_node_GBps_per_node=rate), read_assumptions())
+    assert isinstance(world, Modelled)
+    simulated_s = simulate(world.plan, world.cluster).iteration_s
+    assert 0.8 < Estimate(world.plan, world.cluster).iteration_s() / simulated_s < 2.5
 
 
 def test_a_run_without_its_micro_batch_is_predicted_at_the_best_and_marked() -> None:

@@ -126,12 +126,6 @@ HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
         ("", ": is empty; expected a CSV whose first line names the columns (id, source_key, gpu_type, num_gpus, ...)"),
         (HEAD, ": holds no runs; expected one row for each, below the line that names the columns"),
         (HEAD + "a,s,T4,4,1\n", ", line 2: has 5 cells, but there are 6 columns"),
-        (HEAD + "a,s,T4,4.5,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got '4.5'"),
-        (HEAD + "a,s,T4,many,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got 'many'"),
-        (HEAD + "a,s,T4,0,1,\n", ", line 2: num_gpus is a whole number of at least 1, or empty, but got '0'"),
-        (HEAD + "a,s,T4,4,1,0\nb,s,T4,4,-1,\n", ", line 3: iter_time_s is a number of at least 0, or empty, but got '-1'"),
-        (HEAD + "a,s,T4,4,nan,\n", ", line 2: iter_time_s is a number of at least 0, or empty, but got 'nan'"),
-        (HEAD + "a,s,T4,4,1,yes\n", ", line 2: sequence_parallel is 0 or 1, but got 'yes'"),
         (HEAD + "a,s,T4,4,1,\na,s,T4,8,1,\n", ", line 3: the id 'a' stands in line 2 already"),
         (HEAD + ",s,T4,4,1,\n", ", line 2: id is a text, but the cell is empty"),
         (HEAD + "a,,T4,4,1,\n", ", line 2: source_key is a text, but the cell is empty"),
@@ -145,6 +139,36 @@ HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
 )
 def test_a_csv_that_is_wrong_is_told_in_one_line(text: str, line: str, tmp_path: Path) -> None:
     assert refused(text, tmp_path) == line
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("4.5,1,", "num_gpus is a whole number of at least 1, or empty, but got '4.5'"),
+        ("many,1,", "num_gpus is a whole number of at least 1, or empty, but got 'many'"),
+        ("1_0,1,", "num_gpus is a whole number of at least 1, or empty, but got '1_0'"),
+        ("0,1,", "num_gpus is a whole number of at least 1, or empty, but got '0'"),
+        ("4,-1,", "iter_time_s is a number of at least 0, or empty, but got '-1'"),
+        ("4,inf,", "iter_time_s is a number of at least 0, or empty, but got 'inf'"),
+        ("4,1,2", "sequence_parallel is 0 or 1, but got '2'"),
+        ("4,1,maybe", "sequence_parallel is 0 or 1, but got 'maybe'"),
+    ],
+)
+def test_a_cell_that_is_not_of_its_column_is_told_of_its_row_and_spares_the_others(cells: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(f"{HEAD}a,s,T4,{cells}\nb,s,T4,4,1,0\n")
+    odd, fine = read_runs(path)
+    assert odd.bad_cells == (said,) and not fine.bad_cells
+    assert modelled(odd, read_assumptions()) == NotModelled(odd, f"not modelled: {said}")
+
+
+def test_words_for_empty_cells_and_flags_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    flags = ["TRUE", "yes", "1.0", "False", "off", "0", "n/a", "-", "NaN"]
+    path.write_text(HEAD + "".join(f"r{i},s,T4,4,N/A,{flag}\n" for i, flag in enumerate(flags)))
+    runs = read_runs(path)
+    assert [run.sequence_parallel for run in runs] == [True, True, True, False, False, False, None, None, None]
+    assert not any(run.bad_cells or run.iter_time_s for run in runs)
 
 
 def test_an_unknown_column_is_told_with_the_nearest(tmp_path: Path) -> None:
@@ -224,6 +248,9 @@ def test_what_cannot_be_modelled_says_why(change: dict[str, object], why: str) -
         ("FP8-MX", "mxfp8"),
         ("NVFP4", "nvfp4"),
         ("fp32", "fp32"),
+        ("bfloat16", "bf16"),
+        ("half", "fp16"),
+        ("float16", "fp16"),
     ],
 )
 def test_precisions_are_known_by_many_names(text: str, name: str) -> None:
@@ -245,6 +272,13 @@ def test_precisions_are_known_by_many_names(text: str, name: str) -> None:
         ("HSDP", 3, 8),  # the GPUs of a node
         ("ZeRO2", 2, None),
         ("ZeRO 3", 3, None),
+        ("3", 3, None),
+        ("0.0", 0, None),
+        ("Stage 2", 2, None),
+        ("ZeRO stage-1", 1, None),
+        ("DDP", 0, None),
+        ("none", 0, None),
+        ("distributed-optimizer", 1, None),
     ],
 )
 def test_sharding_is_known_by_many_names(text: str, stage: int, group: int | None) -> None:
@@ -273,11 +307,43 @@ def test_hybrid_sharding_is_over_the_replicas_of_a_node() -> None:
         ("interleaved", 2, "interleaved", 2),
         ("interleaved 1F1B", 2, "interleaved", 2),
         ("1F1B", 2, "interleaved", 2),
+        ("non-interleaved 1F1B", 2, "1f1b", 1),
+        ("PipeDream-Flush", None, "1f1b", 1),
+        ("AFAB", None, "gpipe", 1),
+        ("ZBV", None, "zb-v", 2),
     ],
 )
 def test_schedules_are_known_by_many_names(text: str, vpp: int | None, name: str, chunks: int) -> None:
     plan = made(replace(SMALL, schedule=text, vpp=vpp)).plan
     assert (plan.schedule, len(plan.pipelines[0].stages[0].layers)) == (name, chunks)
+
+
+@pytest.mark.parametrize(("text", "mode"), [("no", "none"), ("False", "none"), ("True", "full"), ("full (all layers)", "full")])
+def test_recomputation_is_known_by_many_names(text: str, mode: str) -> None:
+    assert made(replace(SMALL, recompute=text)).plan.pipelines[0].stages[0].recompute == mode
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (None, "nvswitch"),
+        ("NVLink4", "nvswitch"),
+        ("NVSwitch3", "nvswitch"),
+        ("HGX", "nvswitch"),
+        ("SXM4", "nvswitch"),
+        ("whatever it was", "nvswitch"),
+        ("PCIe", "pcie4"),
+        ("PCIe Gen5, no NVLink", "pcie4"),
+    ],
+)
+def test_the_links_of_a_node_are_its_kind_s_unless_the_row_says_pcie(text: str | None, kind: str) -> None:
+    assert made(replace(SMALL, intra_node_link=text)).cluster.nodes[0].intra.kind == kind
+
+
+def test_copies_that_are_not_published_follow_from_the_gpus() -> None:
+    found = made(replace(SMALL, dp=None))
+    assert len(found.plan.pipelines) == 2 and "dp 2" in found.assumed
+    assert reason(replace(SMALL, dp=None, num_gpus=18)) == "dp"
 
 
 def test_what_is_left_open_becomes_several_plans() -> None:
@@ -424,6 +490,10 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
     assert of(gpu_type="H100-80GB", framework="nemo 25.02") == ("nemo", 1, True)
     assert of(framework="PyTorch FSDP") == ("composer-fsdp", 3, False)
     assert of(framework="PyTorch FSDP (torch.compile)") == ("fms-fsdp", 3, False)  # the later exception decides
+    # What a framework is built on says less than its own name.
+    assert of(gpu_type="H100-80GB", framework="NeMo 2.0 (PyTorch Lightning)") == ("nemo", 1, True)
+    assert of(framework="Megatron-LM (PyTorch 2.1)") == ("megatron", 1, True)
+    assert of(framework="DeepSpeed + Accelerate") == ("megatron-deepspeed", 1, False)
     assert of(framework="DeepSpeed ZeRO-3") == ("deepspeed-zero3", 3, False)
     assert of(schedule="ZB-2p") == ("megatron-zero-bubble", 1, True)
     assert of(source_key="korth", framework="nanotron") == ("megatron", 0, False)  # a source with an entry says so itself
