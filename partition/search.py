@@ -109,11 +109,6 @@ class Search:
         """Seconds since the search, or its work on this part of the cluster, began."""
         return time.perf_counter() - self._began
 
-    @property
-    def spent(self) -> bool:
-        """Whether the budget is spent."""
-        return self.elapsed_s >= self.budget_s
-
     def check_budget(self) -> None:
         """Nothing, or BudgetSpent. For planners that think for long between two plans."""
         if self.past(self.budget_s):

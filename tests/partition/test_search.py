@@ -278,7 +278,7 @@ def test_parts_for_which_time_ran_out_are_searched_again_the_best_first(monkeypa
         kind = search.cluster.nodes[0].name
         if len(search.cluster.nodes) == 1:  # of the whole cluster it has nothing judged
             search.consider(plan_of(tuple((f"{kind}/{i}",) for i in range(search.cluster.nodes[0].gpus))))
-        while not search.spent:
+        while not search.past(search.budget_s):
             pass
 
     seen = seen_parts(monkeypatch, slow)
