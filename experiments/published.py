@@ -578,8 +578,9 @@ class _Row:
         link = (run.intra_node_link or "").casefold()
         if "nvl72" in link:  # the switch joins the nodes of a rack, which are used equally
             per_node = max(n for n in range(1, min(NVLINK_DOMAIN, total) + 1) if total % n == 0)
-        fabric = any(word in link for word in _FABRICS) and not any(word in link for word in _NO_FABRICS)
-        unknown = not fabric and "pci" not in link and not any(word in link for word in _NO_FABRICS)
+        denied = any(word in link for word in _NO_FABRICS)
+        fabric = not denied and any(word in link for word in _FABRICS)
+        unknown = not (denied or fabric or "pci" in link)
         groups = []
         for kind, count in self.gpus:
             intra = dict(assumption.intra_of).get(kind.name)
