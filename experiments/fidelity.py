@@ -46,7 +46,7 @@ DATA = Path(__file__).parent / "data"
 PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
 """The runs that are shipped: those that were measured, and those that failed."""
 
-MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 64
+MOST_SIMULATED, MOST_SIMULATED_GPUS = 2_000, 512
 """Programs in which transfers slow one another are simulated where they have up to so many instructions on up to so many GPUs. Of
 all others the estimate is taken, which is faster, and the same where no transfers slow one another."""
 
@@ -212,11 +212,20 @@ def _speed(quantity: str, run: Run, plan: Plan, cluster: Cluster, seconds: float
         return seconds
     if quantity == "tokens_per_s":
         return plan.global_batch * plan.sequence_length / seconds
-    counting = run.tflops_counting or ""
+    counting = _counting(quantity, run.tflops_counting or "")
     if quantity == "tflops_per_gpu":
         return counted_flop(plan, counting) / seconds / len(cluster.devices) / 1e12
     flop = counted_flop(plan, counting) if quantity == "mfu_pct" else model_flop_of(plan) + recompute_flop(plan)
     return 100 * flop / seconds / _peak_flop_per_s(plan, cluster, counting)
+
+
+def _counting(quantity: str, text: str) -> str:
+    """The part of a publication's words on its counting that is about the quantity, where it tells its rates apart by name.
+
+    'tflops_per_gpu = 96-formula; mfu_pct = 6N+12Lhs' counts the FLOP of the two otherwise.
+    """
+    named = re.search(rf"\b{quantity}\s*=\s*([^;]*)", text)
+    return text if named is None else named[1]
 
 
 def _peak_flop_per_s(plan: Plan, cluster: Cluster, counting: str) -> float:

@@ -234,6 +234,8 @@ class Assumption:
     """What is taken for one row where it does not say; the fields are described in `data/assumptions.yaml`."""
 
     reasons: tuple[str, ...]
+    shape: str | None
+    """Which shape is taken for a model of no family; None for one that has a family."""
     stack: str
     model: tuple[tuple[str, Any], ...]
     """Fields of the Transformer that have no column."""
@@ -269,7 +271,7 @@ class Assumption:
     not_modelled: str | None
 
 
-_ABOUT = ("where", "column", "contains", "unless", "names", "model", "reason")
+_ABOUT = ("where", "when", "unless", "names", "model", "reason")
 """Keys of an entry that say for what it holds, and why, or that are put together by themselves."""
 
 
@@ -279,42 +281,62 @@ class Assumptions:
 
     default: Mapping[str, Any]
     families: tuple[Mapping[str, Any], ...]
+    shapes: Mapping[str, Mapping[str, Any]]
+    """What is assumed of models of no family: `gated` or `plain`."""
     sources: Mapping[str, Mapping[str, Any]]
     where: str = "assumptions.yaml"
     """The file, for errors."""
     _known: dict[tuple[Any, ...], Assumption] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, run: Run) -> Assumption:
-        """What is assumed for a run: its model's family, the default, its source's entry, the exceptions that hold for it.
+        """What is assumed for a run: its model's family or shape, the default, its source's entry, exceptions that hold for it.
 
         A source without an entry has the default's exceptions: what its rows name of their framework is all that is known of it.
         Raises InputError.
         """
         source = self.sources.get(run.source_key, self.default)
-        named = (run.model_name or "").casefold()
-        family = next(
-            (f for f, entry in enumerate(self.families) if any(named.startswith(n.casefold()) for n in entry["names"])), None
-        )
+        family = next((f for f, entry in enumerate(self.families) if _is_of(entry["names"], run.model_name or "")), None)
+        shape = "plain" if run.ffn_hidden is None or run.ffn_hidden == 4 * (run.hidden or 0) else "gated"
         held = [i for i, entry in enumerate(source.get("where", ())) if _holds(entry, run)]
-        key = (run.source_key, family, *held)
+        key = (run.source_key, shape if family is None else family, *held)
         if key not in self._known:
             about = [source, *(source["where"][i] for i in held)]
-            of_model = [] if family is None else [self.families[family]]
+            of_model = self.shapes[shape] if family is None else self.families[family]
             merged: dict[str, Any] = {}
             model: dict[str, Any] = {}
-            for layer in (*of_model, self.default, *about):
+            for layer in (of_model, self.default, *about):
                 merged |= {name: value for name, value in layer.items() if name not in _ABOUT}
                 model |= layer.get("model", {})
-            reasons = tuple(str(layer["reason"]) for layer in (*about, *of_model))
-            self._known[key] = _assumption(Table(merged, self.where, run.source_key), model, reasons)
+            reasons = tuple(str(layer["reason"]) for layer in (*about, of_model))
+            table = Table(merged, self.where, run.source_key)
+            self._known[key] = _assumption(table, model, reasons, shape if family is None else None)
         return self._known[key]
 
 
+def _is_of(names: Sequence[str], model: str) -> bool:
+    """Whether a model's name begins with one of a family's; a number ends where its digits do."""
+    model = _spelled(model)
+    for name in map(_spelled, names):
+        if model.startswith(name) and not (name[-1:].isdigit() and model[len(name) :][:1].isalnum()):
+            return True
+    return False
+
+
+@cache
+def _spelled(name: str) -> str:
+    """A model's name as it is compared, without the organisation that a hub's names begin with."""
+    return re.sub(r"[\s_]+", "-", re.sub(r"^[\w.-]+/(?=[\w.-]+$)", "", name.strip()).casefold())
+
+
 def _holds(entry: Mapping[str, Any], run: Run) -> bool:
-    """Whether an exception is for a run: its column contains one of the texts, and none of those of `unless`."""
-    text = str(getattr(run, entry["column"]) or "").casefold()
-    held, freed = (any(part.casefold() in text for part in entry.get(key, ())) for key in ("contains", "unless"))
-    return held and not freed
+    """Whether an exception is for a run: each column of `when` contains one of its texts, and none of `unless` does."""
+
+    def contains(column: str, texts: Sequence[str]) -> bool:
+        found = str(getattr(run, column) or "").casefold()
+        return any(text[1:].casefold() == found if text.startswith("=") else text.casefold() in found for text in texts)
+
+    freed = any(contains(column, texts) for column, texts in entry.get("unless", {}).items())
+    return not freed and all(contains(column, texts) for column, texts in entry["when"].items())
 
 
 def read_assumptions(path: str | Path = DATA / "assumptions.yaml") -> Assumptions:
@@ -329,39 +351,41 @@ def _read_assumptions(path: str) -> Assumptions:
     families = []
     for entry in root.tables("families"):
         entry.items("names", minimum=1)
-        entry.text("reason")
-        entry.table("model")
-        families.append(_plain(entry))
+        families.append(_with_reason(entry))
+    shapes = {name: _with_reason(root.table("shapes").table(name)) for name in ("gated", "plain")}
     entries = root.table("sources")
     sources = {source: _with_exceptions(entries.table(source)) for source in entries.keys()}  # noqa: SIM118 - marks the keys, too
-    found = Assumptions(_with_exceptions(root.table("default")), tuple(families), sources, name)
+    found = Assumptions(_with_exceptions(root.table("default")), tuple(families), shapes, sources, name)
     root.close()
     # So that a mistake is told at once, and not at the first row that meets it.
     for family in families:
         found.of(Run("default", "default", None, None, model_name=str(family["names"][0])))
     for source, values in (("default", found.default), *sources.items()):
         for exception in (None, *values.get("where", ())):
-            text = {exception["column"]: exception["contains"][0]} if exception else {}
+            text = {column: texts[0] for column, texts in exception["when"].items()} if exception else {}
             found.of(replace(Run(source, source, None, None), **text))
     return found
 
 
 def _with_exceptions(table: Table) -> dict[str, Any]:
     """The entry of a source, or the default, with its reason and its exceptions checked."""
-    table.text("reason")
     for exception in table.tables("where", []):
         exception.text("reason")
-        exception.choice("column", _TYPES)
-        exception.items("contains", minimum=1)
-        exception.items("unless", [])
-    return _plain(table)
+        for columns in (exception.table("when"), exception.table("unless", None)):
+            for column in columns.keys() if columns is not None else ():
+                if column not in _TYPES:
+                    raise columns.error(column, f"unknown column{nearest(column, _TYPES)}; accepted: {', '.join(_TYPES)}")
+                columns.items(column, minimum=1)
+    return _with_reason(table)
 
 
-def _plain(table: Table) -> dict[str, Any]:
+def _with_reason(table: Table) -> dict[str, Any]:
+    """An entry as it is, which must say its reason."""
+    table.text("reason")
     return {key: table.get(key, lambda value: value, "a value") for key in table.keys()}  # noqa: SIM118
 
 
-def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]) -> Assumption:
+def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...], shape: str | None) -> Assumption:
     """The checked assumption of merged entries; the table is closed."""
 
     def none_or(read: Any, key: str, **limits: Any) -> Any:
@@ -375,6 +399,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
 
     found = Assumption(
         reasons=reasons,
+        shape=shape,
         stack=stack(table.text("stack")).name,
         model=tuple(model.items()),
         vocab=none_or(table.integer, "vocab", minimum=1),
@@ -467,10 +492,7 @@ def modelled(run: Run, assumptions: Assumptions) -> Modelled | NotModelled:
     try:
         if run.bad_cells:
             raise _Refused("; ".join(run.bad_cells))
-        assumption = assumptions.of(run)
-        if assumption.not_modelled is not None:
-            raise _Refused(assumption.not_modelled)
-        row = _Row(run, assumption)
+        row = _Row(run, assumptions.of(run))
         plans = tuple(row.plans())
     except (_Refused, InputError) as error:
         return NotModelled(run, f"not modelled: {error}")
@@ -486,6 +508,8 @@ class _Row:
         self.gpus = self._gpus()
         for name in ("num_layers", "hidden", "global_batch", "tp", "pp", "seq_len"):
             self._published(name)
+        if assumption.not_modelled is not None:
+            raise _Refused(assumption.not_modelled)
         self.tp, self.pp, self.cp = self._published("tp"), self._published("pp"), run.cp or 1
         copies, rest = divmod(self._published("num_gpus"), self.tp * self.pp * self.cp)
         self.dp = int(self._taken("dp", None if rest else copies))
@@ -531,10 +555,12 @@ class _Row:
         vocab = self._taken("vocab", assumption.vocab)
         step = assumption.vocab_multiple * self.tp
         shape = dict(assumption.model)
-        if not shape:
-            raise _Refused(f"model_name {run.model_name!r}, which is of no family that is known")
+        if assumption.shape is not None:
+            self._note(f"model {assumption.shape}, of no family that is known")
         if shape.get("experts") is not None:
-            shape["experts"] = Moe(ffn=ffn, **shape["experts"])
+            shape["experts"] = Moe(**({"ffn": ffn} | shape["experts"]))
+        elif re.search(_EXPERTS, run.model_name or "", re.IGNORECASE):
+            raise _Refused(f"model_name {run.model_name!r}, experts whose sizes have no column")
         if shape.get("position") == "learned":
             shape["max_positions"] = self._published("seq_len")
         return Transformer(
@@ -898,6 +924,10 @@ _PRECISION_WORDS = (
     ("fp32", "fp32"),
 )
 """What a text contains, and our name of that precision; the first that fits."""
+
+
+_EXPERTS = r"(?<![a-z])moe(?![a-z])|[-_ ]a\d+(\.\d+)?b(?![a-z0-9])|\d+x\d+(\.\d+)?b(?![a-z])|\d+ ?experts"
+"""What the name of a model says that is a mixture of experts: MoE, A3B, 8x7B, 64 experts."""
 
 
 _NO_CUT = {"nanotron": "nanotron leaves no layers to a stage before the head's"}

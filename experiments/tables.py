@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -586,7 +586,8 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
 def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any]) -> Cells:
     """A row per source, that with most compared runs first, and one of all together; errors are absolute, but for the bias.
 
-    A source whose errors are not those of iteration times says of what they are. Memory has columns of its own.
+    Errors that are not those of iteration times say of what they are; a source with several speeds has a row for each. Memory has
+    columns of its own.
     """
     headings = (
         "source",
@@ -600,27 +601,33 @@ def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[st
         "memory median %",
     )
     ordered = sorted(summaries.items(), key=lambda entry: (-entry[1]["count"], -entry[1]["runs"]))
-    rows = [_source_row(source, told) for source, told in ordered]
-    return [headings, *rows, _source_row("all", overall)]
+    return [headings, *(row for source, told in (*ordered, ("all", overall)) for row in _source_rows(source, told))]
 
 
-def _source_row(source: str, told: Mapping[str, Any]) -> tuple[str, ...]:
+def _source_rows(source: str, told: Mapping[str, Any]) -> list[tuple[str, ...]]:
     quantity = told["quantity"]
     name = source if quantity in (TIME, MEMORY, None) else f"{source} ({quantity})"
     # Memory stands in its own columns, where it is all that there is, too.
     errors = {} if quantity == MEMORY else told
     memory = told["quantities"].get(MEMORY, {})
-    return (
+    first = (
         name,
         str(told["runs"]),
         str(told["not_modelled"]),
         str(errors.get("count", 0)),
-        *(_points(errors.get(key), signed=key == "bias") for key in _ERRORS.values()),
+        *_errors(errors),
         "-" if told["kendall_tau"] is None or not errors else f"{told['kendall_tau']:.3f}",
         str(memory.get("count", 0)),
         _points(memory.get("mean_absolute_relative_error")),
         _points(memory.get("median_absolute_relative_error")),
     )
+    others = [(other, found) for other, found in told["quantities"].items() if other not in (quantity, MEMORY)]
+    return [first, *((f"{source} ({q})", "", "", str(found["count"]), *_errors(found), "", "", "", "") for q, found in others)]
+
+
+def _errors(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The cells of a quantity's errors."""
+    return (_points(figures.get(key), signed=key == "bias") for key in _ERRORS.values())
 
 
 def _points(fraction: float | None, signed: bool = False) -> str:
@@ -631,7 +638,7 @@ def _points(fraction: float | None, signed: bool = False) -> str:
 def assumed_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
     """A row per source and quantity of the runs of which something decisive is not published."""
     rows = [
-        (source, quantity, str(figures["count"]), *(_points(figures[key], signed=key == "bias") for key in _ERRORS.values()))
+        (source, quantity, str(figures["count"]), *_errors(figures))
         for source, told in summaries.items()
         for quantity, figures in told["assumed"].items()
     ]

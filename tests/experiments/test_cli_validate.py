@@ -116,6 +116,17 @@ def test_runs_whose_rates_alone_are_published_are_drawn_too(motley: Motley, worl
     assert picture.is_file() and "korth (1)" in picture.read_text() and f"wrote {picture}" in ran.out.replace("\n", "")
 
 
+def test_a_source_with_times_and_rates_has_a_row_for_each(motley: Motley, world: World) -> None:
+    rate = ROWS[4].replace("korth", "vtrain_single")
+    both, pages = world.write("both.csv", f"{COLUMNS}\n{ROWS[0]}\n{rate}\n"), world.folder / "fidelity.md"
+    assert motley("validate", "--runs", both, "--jobs", 1, "--markdown", pages, "--plot", world.folder / "parity.png").code == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in pages.read_text().splitlines() if line.startswith("| ")]
+    quantity = json.loads(motley("validate", "--runs", both, "--jobs", 1, "--json", "-").out)["runs"][1]["quantity"]
+    assert quantity != "iter_time_s"
+    for name in ("vtrain_single", "all"):
+        assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity})", "", "", "1"] in rows
+
+
 def test_where_there_is_nothing_to_draw_the_rest_is_written(motley: Motley, world: World) -> None:
     memory = ROWS[1].replace("0.2,,10", ",,10")
     only, page = world.write("memory.csv", f"{COLUMNS}\n{memory}\n"), world.folder / "page.md"

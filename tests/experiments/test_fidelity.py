@@ -275,6 +275,16 @@ def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
     assert named.predicted == pytest.approx(2 * mfu.predicted)
     (other,) = predict(replace(GPT_22B, iter_time_s=None, tflops_counting=f"{counting} (TF32 peak)", mfu_pct=16.0))
     assert other.predicted == pytest.approx(2 * mfu.predicted)  # 156 TFLOP/s, too
+    # A publication may count the FLOP of its rates in two ways.
+    both = f"tflops_per_gpu = {counting}; mfu_pct = model flops"
+    rate, mfu = (
+        predict(replace(GPT_22B, iter_time_s=None, tflops_counting=both, **{quantity: 50.0}))[0]  # type: ignore[arg-type]
+        for quantity in ("tflops_per_gpu", "mfu_pct")
+    )
+    flop = [rate.predicted * 1e12 * 8, mfu.predicted / 100 * 312e12 * 8] if rate.predicted and mfu.predicted else []
+    assert [each * time.predicted for each in flop] == pytest.approx(
+        [counted_flop(world.plan, counting), counted_flop(world.plan, "model flops")]
+    )
     # Whatever the speed is told in, the seconds of the iteration are the same ones, and those measured follow from the rate.
     assert rate.predicted_s == mfu.predicted_s == named.predicted_s == time.predicted == time.predicted_s
     assert time.measured_s == time.measured and rate.measured_s is not None

@@ -200,7 +200,7 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
     assert found.cluster.stack.name == "megatron"
     assert (found.plan.zero_stage, found.plan.sequence_parallel, found.plan.schedule) == (1, True, "1f1b")
     assert found.plan.transformer.padded_vocab == 1024  # 1000 up to a multiple of 128 x tp 2
-    assert "zero_stage_or_fsdp ZeRO-1" in found.assumed and "infiniband at 400 Gbit/s for each 1 GPUs" in found.assumed
+    assert "zero_stage_or_fsdp ZeRO-1" in found.assumed and "infiniband at 200 Gbit/s for each 1 GPUs" in found.assumed
     assert not any(line.startswith(("tp", "micro_batch", "precision")) for line in found.assumed)
 
 
@@ -220,7 +220,11 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"precision": "int4"}, "precision 'int4'"),
         ({"recompute": "some"}, "recompute 'some'"),
         ({"zero_stage_or_fsdp": "sharded"}, "zero_stage_or_fsdp 'sharded'"),
-        ({"model_name": "Mamba"}, "model_name 'Mamba', which is of no family that is known"),
+        ({"model_name": "Mamba"}, "layers that are not all of one shape"),
+        ({"model_name": "DeepSeek_V3 (dropless)"}, "experts whose sizes have no column"),
+        ({"model_name": "Own 30B-A3B"}, "model_name 'Own 30B-A3B', experts whose sizes have no column"),
+        ({"model_name": "Llama-8x7B"}, "model_name 'Llama-8x7B', experts whose sizes have no column"),
+        ({"model_name": "GPT-MoE 1.3B"}, "model_name 'GPT-MoE 1.3B', experts whose sizes have no column"),
         ({"heads": 3}, "model Llama-tiny: `hidden` must be a multiple of `heads` where `head_dim` is not given, "
                        "but got hidden=256, heads=3"),
         ({"plan_json": '{"stages": 3}'}, 'plan_json, which is of no known form; expected {"partition": [BOUND, ...]} or '
@@ -235,6 +239,43 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
 )  # fmt: skip
 def test_what_cannot_be_modelled_says_why(change: dict[str, object], why: str) -> None:
     assert reason(replace(SMALL, **change)) == why  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "position"),
+    [
+        ("Llama 3 8B", 128256, "rotary"),
+        ("LLAMA3_8B [SFT Performance]", 128256, "rotary"),
+        ("meta-llama/Llama-3.1-8B", 128256, "rotary"),
+        ("Llama-30B", 32000, "rotary"),  # the first Llama's sizes are no third generation
+        ("llama 33b", 32000, "rotary"),
+        ("Llama-3B", 32000, "rotary"),
+        ("GPT3-175B", 50257, "learned"),
+        ("Nemotron-3-8B", 256000, "rotary"),
+        ("bloom-7b1", 250880, "learned"),
+    ],
+)
+def test_a_models_name_begins_with_its_familys(name: str, vocab: int, position: str) -> None:
+    assumed = ASSUMED.of(replace(SMALL, model_name=name))
+    assert (assumed.vocab, dict(assumed.model)["position"], assumed.shape) == (vocab, position, None)
+
+
+@pytest.mark.parametrize(("ffn", "activation", "width"), [(704, "swiglu", 704), (1024, "gelu", 1024), (None, "gelu", 1024)])
+def test_a_model_of_no_family_is_what_its_columns_tell(ffn: int | None, activation: str, width: int) -> None:
+    found = made(replace(SMALL, model_name="Own model", ffn_hidden=ffn, heads=None))
+    model, shape = found.plan.transformer, "gated" if activation == "swiglu" else "plain"
+    assert (model.activation, model.ffn, model.heads, model.name) == (activation, width, 2, "Own-model")
+    assert f"model {shape}, of no family that is known" in found.assumed
+    assert (f"ffn_hidden {width}" in found.assumed) == (ffn is None)
+    named = made(replace(SMALL, model_name="Llama tiny" if ffn == 704 else "GPT tiny", ffn_hidden=ffn)).plan
+    assert total_parameters(named.transformer) == pytest.approx(total_parameters(model), rel=0.06)  # GPT's head is its embedding
+
+
+def test_experts_have_their_own_width_where_the_family_says_so() -> None:
+    # config.json of Qwen3-30B-A3B: hidden 2048, 48 layers, 32 heads of 128, 4 of keys and values; 30.5e9 parameters.
+    shape = {"num_layers": 48, "hidden": 2048, "ffn_hidden": 6144, "heads": 32, "kv_heads": 4, "vocab": None}
+    model = made(replace(SMALL, model_name="Qwen3_30B_a3B", **shape)).plan.transformer  # type: ignore[arg-type]
+    assert total_parameters(model) == pytest.approx(30.5e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -495,6 +536,11 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
     assert of(framework="Megatron-LM (PyTorch 2.1)") == ("megatron", 1, True)
     assert of(framework="DeepSpeed + Accelerate") == ("megatron-deepspeed", 1, False)
     assert of(framework="DeepSpeed ZeRO-3") == ("deepspeed-zero3", 3, False)
+    for cell in ("3", "stage 3", "ZeRO-3 (16 GPUs)"):
+        assert of(framework="DeepSpeed", zero_stage_or_fsdp=cell)[0] == "deepspeed-zero3"
+    assert of(framework="DeepSpeed", zero_stage_or_fsdp="ZeRO-1") == ("megatron-deepspeed", 1, False)
+    assert of(framework="PyTorch FSDP2") == of(framework="PyTorch", zero_stage_or_fsdp="FSDP2") == ("torchtitan", 3, False)
+    assert of(framework="Megatron-LM + FlashAttention") == ("megatron-core", 1, True)  # on A100, too
     assert of(schedule="ZB-2p") == ("megatron-zero-bubble", 1, True)
     assert of(source_key="korth", framework="nanotron") == ("megatron", 0, False)  # a source with an entry says so itself
     assert reason(replace(SMALL, model_name="Llama3-8B (LoRA finetune)")) == "LoRA"
@@ -548,7 +594,7 @@ def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
             ("stack: nanotron", "stack: nanotorn", "unknown software stack 'nanotorn'; did you mean nanotron?"),
             ("cuts: late", "cuts: early", "cuts: expected one of even, ends, late, nanotron, redistribute"),
             ("vocab_multiple: 128\n  precision", "vocab_multiples: 128\n  precision", "vocab_multiple: is missing"),
-            ("column: framework", "column: frame", "column: expected one of id, source_key"),
+            ("when: {framework: [nanotron]}", "when: {frame: [nanotron]}", "frame: unknown column; did you mean framework?"),
         ]
     ):
         path = tmp_path / f"assumptions-{number}.yaml"
