@@ -1,4 +1,4 @@
-"""Planners side by side: the same job, judge, budget and seeds for each, and who found the fastest plan.
+"""Planners side by side: the same job, judge, objective, budget and seeds for each, and who found the best plan.
 
 Importing this enters the baselines of `experiments.baselines` in the registry, so that they are compared like any planner.
 """
@@ -15,11 +15,12 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments import baselines  # noqa: F401
 from experiments.judges import judge_named
 from experiments.parallel import check_interrupt, in_processes
+from partition.objective import MEASURED_IN, Ledger, Outlay
 from partition.search import DEFAULT_BUDGET_S, Result, Search, plan, planner_named
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -39,6 +40,21 @@ class Cell:
     judge: str = "simulate"
     budget_s: float = DEFAULT_BUDGET_S
     seed: int = 0
+    objective: str = "throughput"
+
+    @property
+    def measure(self) -> str:
+        """What its plans are compared in: a field of `Outlay`, and of `Step`."""
+        return MEASURED_IN[self.objective]
+
+
+class Step(NamedTuple):
+    """A plan that was the best so far: the seconds of search when it was found, and what training with it takes."""
+
+    seconds: float
+    iteration_s: float
+    dollars_per_billion_tokens: float | None
+    joules_per_token: float
 
 
 @dataclass(frozen=True)
@@ -52,8 +68,8 @@ class Outcome:
     result: Result | None
     error: str | None = None
     refusal: str | None = None
-    history: tuple[tuple[float, float], ...] = ()
-    """Seconds of search and the best iteration in seconds, each time it became better."""
+    history: tuple[Step, ...] = ()
+    """The best plan so far, each time it became better by the objective."""
     remark: str | None = None
     fits: bool = True
     """False where the plan was judged for its time alone, because it does not fit in memory."""
@@ -67,6 +83,19 @@ class Outcome:
     def plan(self) -> Plan | None:
         """The plan; None where there is none."""
         return self.result.plan if self.result is not None else None
+
+    @property
+    def outlay(self) -> Outlay | None:
+        """What training with its plan takes; None where there is none."""
+        if self.plan is None or self.cost is None:
+            return None
+        return _ledger(self.cell.cluster).outlay(self.plan, self.cost)
+
+    @property
+    def value(self) -> float | None:
+        """Its plan's place by the objective, the less the better: s, $ per 1e9 tokens or J per token; None without a plan."""
+        value = getattr(self.outlay, self.cell.measure, None)
+        return None if value is None else float(value)
 
     @property
     def searched(self) -> bool:
@@ -88,23 +117,26 @@ class Outcome:
         return self.result.infeasible.message if self.result.infeasible is not None else None
 
 
+_ledger = lru_cache(maxsize=256)(Ledger)
+
+
 def run_cell(cell: Cell) -> Outcome:
     """The outcome of a cell.
 
     A planner that raises InputError before its first plan refuses the cell, as one that serves small clusters alone does a large
     one. A planner that fails is an outcome too, so that it does not spoil the others' comparison.
     """
-    history = _History()
+    history = _History(cell)
     try:
         judge = judge_named(cell.judge)(cell.cluster, cell.job, cell.seed)
-        result = plan(cell.cluster, cell.job, cell.planner, judge, cell.budget_s, cell.seed, history)
+        result = plan(cell.cluster, cell.job, cell.planner, judge, cell.budget_s, cell.seed, history, cell.objective)
     except Exception as error:
         told = error_text(error)
         if isinstance(error, InputError) and not history.asked:
             return Outcome(cell, None, refusal=told)
         return Outcome(cell, None, told)
-    if result.cost is not None:
-        history.note(result.cost.iteration_s)
+    if result.plan is not None and result.cost is not None:
+        history.note(result.plan, result.cost)
     return Outcome(cell, result, history=tuple(history.steps))
 
 
@@ -125,22 +157,31 @@ def judged(name: str, plan: Plan, verdict: Verdict) -> Result:
 class _History:
     """What `partition.search` tells of its progress: it notes each better plan, and ends the search at an interrupt."""
 
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    cell: Cell
+    steps: list[Step] = field(default_factory=list)
     asked: bool = False
     """Whether a plan was judged."""
+    _noted: Plan | None = None
     _began: float = field(default_factory=time.perf_counter)
 
     def __call__(self, search: Search) -> None:
         """Nothing, or KeyboardInterrupt; notes the best plan if it is better than the last."""
         self.asked = True
         if search.best is not None:
-            self.note(search.best[1].iteration_s)
+            self.note(*search.best)
         check_interrupt()
 
-    def note(self, iteration_s: float) -> None:
-        """Nothing; adds a step where the iteration is faster than the last one's."""
-        if not self.steps or iteration_s < self.steps[-1][1]:
-            self.steps.append((time.perf_counter() - self._began, iteration_s))
+    def note(self, plan: Plan, cost: Cost) -> None:
+        """Nothing; adds a step where the plan is better than the last one's."""
+        if plan is self._noted:  # of the plans that are judged, few are better
+            return
+        outlay, self._noted = _ledger(self.cell.cluster).outlay(plan, cost), plan
+        step = Step(
+            time.perf_counter() - self._began, outlay.iteration_s, outlay.dollars_per_billion_tokens, outlay.joules_per_token
+        )
+        measure = self.cell.measure
+        if not self.steps or getattr(step, measure) < getattr(self.steps[-1], measure):
+            self.steps.append(step)
 
 
 def compare(
@@ -182,7 +223,7 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 
 def cell_digest(cell: Cell) -> str:
-    """A name of a cell that changes with everything in it: cluster, constants, job, planner, judge, budget, seed, version."""
+    """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
     others = [repr(getattr(cell, part.name)) for part in fields(cell) if part.name != "cluster"]
     return sha256(" ".join([VERSION, _cluster_text(cell.cluster), *others]).encode()).hexdigest()[:16]
 
@@ -219,7 +260,7 @@ def _read_kept(cell: Cell, folder: Path) -> Outcome | None:
             result["cost"] = Cost(**result["cost"]) if result["cost"] is not None else None
             result["infeasible"] = Infeasible(**result["infeasible"]) if result["infeasible"] is not None else None
             result = Result(**result)
-        return Outcome(cell, result, refusal=table["refusal"], history=tuple(map(tuple, table["history"])))
+        return Outcome(cell, result, refusal=table["refusal"], history=tuple(Step(*step) for step in table["history"]))
     except (OSError, ValueError, KeyError, TypeError, InputError):
         return None
 
@@ -250,35 +291,34 @@ class Standing:
         return float(median(measure(plan, cost) for plan, cost in self.found))
 
     @property
-    def iteration_s(self) -> float:
-        """The median iteration; infinite where half of its seeds or more found no plan."""
-        times = [outcome.cost.iteration_s if outcome.cost is not None else float("inf") for outcome in self.outcomes]
-        return float(median(times))
+    def value(self) -> float:
+        """The median by the objective, the less the better; infinite where half of its seeds or more found no plan."""
+        return float(median(float("inf") if outcome.value is None else outcome.value for outcome in self.outcomes))
 
 
 def ranking(outcomes: Sequence[Outcome]) -> list[Standing]:
-    """The planners of one cluster's outcomes, the one with the fastest plans (in the median over its seeds) first."""
+    """The planners of one cluster's outcomes, the one with the best plans (in the median over its seeds) first."""
     planners = dict.fromkeys(outcome.cell.planner for outcome in outcomes)
     standings = [Standing(name, tuple(o for o in outcomes if o.cell.planner == name)) for name in planners]
-    return sorted(standings, key=lambda standing: standing.iteration_s)
+    return sorted(standings, key=lambda standing: standing.value)
 
 
 def winner(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome with the fastest plan that fits (of equals the first); None where none has such a plan."""
-    feasible = [(o.cost.iteration_s, i) for i, o in enumerate(outcomes) if o.cost is not None and o.fits]
+    """The outcome with the best plan that fits (of equals the first); None where none has such a plan."""
+    feasible = [(o.value, i) for i, o in enumerate(outcomes) if o.value is not None and o.fits]
     return outcomes[min(feasible)[1]] if feasible else None
 
 
 def ratio_to_best(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
-    """How many times as long the outcome's iteration takes as that of the fastest plan that fits; None without a plan.
+    """How many times as much as the best plan that fits the outcome's takes, by the objective; None without a plan.
 
     Compared are the outcomes of the same job on the same cluster.
     """
     same = [o for o in outcomes if (o.cell.cluster, o.cell.job) == (outcome.cell.cluster, outcome.cell.job)]
     best = winner(same)
-    if outcome.cost is None or best is None or best.cost is None:
+    if outcome.value is None or best is None or best.value is None:
         return None
-    return outcome.cost.iteration_s / best.cost.iteration_s
+    return outcome.value / best.value
 
 
 def headroom(plan: Plan, cost: Cost, cluster: Cluster) -> float:
@@ -303,9 +343,11 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
         "precision": cell.job.precision,
         "planner": cell.planner,
         "judge": cell.judge,
+        "objective": cell.objective,
         "seed": cell.seed,
         "budget_s": cell.budget_s if outcome.searched else None,
         **{name: getattr(cost, name) if cost is not None else None for name in measures},
+        **{name: getattr(outcome.outlay, name, None) for name in ("dollars_per_billion_tokens", "joules_per_token")},
         "memory_headroom": headroom(outcome.plan, cost, cell.cluster) if outcome.plan is not None and cost is not None else None,
         "judged": searched.judged if searched is not None else None,
         "search_s": searched.seconds if searched is not None else None,
@@ -322,18 +364,18 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
 
 
 def history_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """The flat rows of all histories: the best iteration after so many seconds of search, each time it became better."""
+    """The flat rows of all histories: the best plan after so many seconds of search, each time it became better."""
     return [
         {
             "cluster": outcome.cell.cluster.name,
             "model": outcome.cell.job.model.name,
             "planner": outcome.cell.planner,
             "seed": outcome.cell.seed,
-            "seconds": seconds,
-            "iteration_s": iteration_s,
+            "objective": outcome.cell.objective,
+            **step._asdict(),
         }
         for outcome in outcomes
-        for seconds, iteration_s in outcome.history
+        for step in outcome.history
     ]
 
 

@@ -1,8 +1,8 @@
 """The picture of a comparison: how good the best plan of each planner is after so many seconds of search.
 
-One panel per cluster. A line is the median over a planner's seeds and begins when more than half of them have a plan; the band
-around it goes from the worst to the best of them, and the dot at its end is where the last of its searches ended. A dashed line
-is a published plan, a dotted one that does not fit in memory.
+One panel per cluster. Better is what takes less by the objective: time, dollars or energy. A line is the median over a planner's
+seeds and begins when more than half of them have a plan; the band around it goes from the worst to the best of them, and the dot
+at its end is where the last of its searches ended. A dashed line is a published plan, a dotted one that does not fit in memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _STYLES: tuple[tuple[str, _Dashes], ...] = tuple(
 )
 """Colour and dashes, one pair for each planner of a picture."""
 _PUBLISHED = "#606060"
+_MEASURED = {"throughput": "iteration", "cost": "cost per token", "energy": "energy per token"}
 _COLUMNS, _PANEL_INCH, _LEGEND_INCH = 3, (4.6, 3.5), 0.26
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The searches of one planner on one cluster: for each seed the steps (seconds, best iteration in seconds), and its end."""
+    """The searches of one planner on one cluster: for each seed the steps (seconds, best value so far), and its end."""
 
     planner: str
     histories: tuple[tuple[tuple[float, float], ...], ...]
@@ -43,10 +44,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """The iteration of a published plan, in seconds, and whether the plan fits in memory."""
+    """The value of a published plan, and whether the plan fits in memory."""
 
     name: str
-    iteration_s: float
+    value: float
     fits: bool = True
 
 
@@ -59,10 +60,10 @@ class Panel:
     levels: tuple[Level, ...] = ()
 
     @property
-    def best_s(self) -> float:
-        """The fastest iteration of all that fits; infinite where nothing was found."""
-        found = [iteration_s for curve in self.curves for history in curve.histories for _, iteration_s in history]
-        return min([*found, *(level.iteration_s for level in self.levels if level.fits)], default=float("inf"))
+    def best(self) -> float:
+        """The least value of all that fit; infinite where nothing was found."""
+        found = [value for curve in self.curves for history in curve.histories for _, value in history]
+        return min([*found, *(level.value for level in self.levels if level.fits)], default=float("inf"))
 
 
 def panel(title: str, outcomes: Sequence[Outcome]) -> Panel:
@@ -73,12 +74,15 @@ def panel(title: str, outcomes: Sequence[Outcome]) -> Panel:
         searches = [outcome for outcome in own if outcome.searched and outcome.result is not None]
         if searches:
             ends_s = tuple(outcome.result.seconds for outcome in searches if outcome.result is not None)
-            curves.append(Curve(name, tuple(outcome.history for outcome in searches), ends_s))
-        levels += [Level(name, o.cost.iteration_s, o.fits) for o in own if not o.searched and o.cost is not None]
+            steps = tuple(tuple((step.seconds, getattr(step, o.cell.measure)) for step in o.history) for o in searches)
+            curves.append(Curve(name, steps, ends_s))
+        levels += [Level(name, o.value, o.fits) for o in own if not o.searched and o.value is not None]
     return Panel(title, tuple(curves), tuple(levels))
 
 
-def draw_quality(panels: Sequence[Panel], path: str | Path, title: str | None = None, replace: bool = False) -> Path | None:
+def draw_quality(
+    panels: Sequence[Panel], path: str | Path, title: str | None = None, replace: bool = False, objective: str = "throughput"
+) -> Path | None:
     """Where the earlier picture is kept now, if any and unless `replace`. Draws one panel per cluster into a file.
 
     Raises InputError where there is no panel.
@@ -100,7 +104,7 @@ def draw_quality(panels: Sequence[Panel], path: str | Path, title: str | None = 
     for ax in places.flat[len(panels) :]:
         ax.set_axis_off()
     for row in places:
-        row[0].set_ylabel("quality: best known iteration\n/ best so far", fontsize=9)
+        row[0].set_ylabel(f"quality: best known {_MEASURED[objective]}\n/ best so far", fontsize=9)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.legend(handles=handles, loc="outside lower center", ncols=per_line, frameon=False, fontsize=9)
@@ -108,7 +112,7 @@ def draw_quality(panels: Sequence[Panel], path: str | Path, title: str | None = 
 
 
 def plot_quality(shown: Panel, ax: Axes, planners: Sequence[str]) -> Axes:
-    """The Axes with the curves of a panel: quality, which is 100 % for the fastest iteration of all, over seconds of search.
+    """The Axes with the curves of a panel: quality, which is 100 % for the best plan of all, over seconds of search.
 
     `planners` decides which planner has which colour.
     """
@@ -116,15 +120,15 @@ def plot_quality(shown: Panel, ax: Axes, planners: Sequence[str]) -> Axes:
     begins = [history[0][0] for curve in shown.curves for history in curve.histories if history]
     for curve in shown.curves:
         colour, dashes = _STYLES[planners.index(curve.planner) % len(_STYLES)]
-        _draw_curve(ax, curve, shown.best_s, colour, dashes)
+        _draw_curve(ax, curve, shown.best, colour, dashes)
     for level in shown.levels:
-        quality = shown.best_s / level.iteration_s
+        quality = shown.best / level.value
         ax.axhline(quality, color=_PUBLISHED, linewidth=0.9, linestyle=(0, (6, 3)) if level.fits else (0, (1, 2)), zorder=1)
     ax.set_xscale("log")
     if begins:
         room = 4.0 if shown.levels else 1.5  # for the names of the published plans
         ax.set_xlim(min(begins) / room, max(ends) * 1.8)
-    highest = max([1.0, *(shown.best_s / level.iteration_s for level in shown.levels)]) if shown.best_s < np.inf else 1.0
+    highest = max([1.0, *(shown.best / level.value for level in shown.levels)]) if shown.best < np.inf else 1.0
     ax.set_ylim(0, 1.06 * highest)
     _label_levels(ax, shown)
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -141,14 +145,14 @@ def plot_quality(shown: Panel, ax: Axes, planners: Sequence[str]) -> Axes:
     return ax
 
 
-def _draw_curve(ax: Axes, curve: Curve, best_s: float, colour: str, dashes: _Dashes) -> None:
+def _draw_curve(ax: Axes, curve: Curve, best: float, colour: str, dashes: _Dashes) -> None:
     """The median over the seeds, the band between them, and the dot at the end."""
     times = sorted({seconds for history in curve.histories for seconds, _ in history})
     if not times:
         return
     end_s = max([*curve.ends_s, times[-1]])
     at = np.array([*times, end_s])
-    quality = np.array([[_quality(history, t, best_s) for t in at] for history in curve.histories])
+    quality = np.array([[_quality(history, t, best) for t in at] for history in curve.histories])
     reached = np.mean(quality > 0, axis=0) > 0.5  # before that, the median is of nothing
     at, quality = at[reached], quality[:, reached]
     if not at.size:
@@ -161,17 +165,17 @@ def _draw_curve(ax: Axes, curve: Curve, best_s: float, colour: str, dashes: _Das
     ax.plot(at[-1], middle[-1], "o", color=colour, markersize=4.5, zorder=4)
 
 
-def _quality(history: Sequence[tuple[float, float]], seconds: float, best_s: float) -> float:
+def _quality(history: Sequence[tuple[float, float]], seconds: float, best: float) -> float:
     """The quality of the best plan of one search after so many seconds; 0 before the first."""
-    reached = [iteration_s for at, iteration_s in history if at <= seconds]
-    return best_s / reached[-1] if reached else 0.0
+    reached = [value for at, value in history if at <= seconds]
+    return best / reached[-1] if reached else 0.0
 
 
 def _label_levels(ax: Axes, shown: Panel) -> None:
     """The names of the published plans at their lines, moved apart where they would overlap."""
     low, high = ax.get_ylim()
-    levels = sorted(shown.levels, key=lambda level: -level.iteration_s)
-    heights = spread([shown.best_s / level.iteration_s for level in levels], 0.05 * (high - low))
+    levels = sorted(shown.levels, key=lambda level: -level.value)
+    heights = spread([shown.best / level.value for level in levels], 0.05 * (high - low))
     for level, y in zip(levels, heights, strict=True):
         name = level.name if level.fits else f"{level.name} (memory ignored)"
         style: dict[str, Any] = {"fontsize": 7, "color": _PUBLISHED, "ha": "left", "va": "center", "zorder": 5}

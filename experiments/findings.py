@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from experiments.journal import CSV, JOURNAL, PARQUET
 from experiments.machine import allocated_bytes, with_measured_peaks
 from experiments.sweep_files import with_bandwidth
+from partition.objective import MEASURED_IN
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.engine import simulate
@@ -245,6 +246,9 @@ class _Reader:
     def _take_rows(self, path: Path, rows: Sequence[dict[str, Any]]) -> bool:
         keys = set(rows[0]) if rows else set()
         if {"planner", "seconds", "iteration_s"} <= keys:
+            for number, row in enumerate(rows, 1):
+                if row.get(MEASURED_IN.get(row.get("objective") or "throughput", "objective")) is None:
+                    raise InputError(f"{path}: row {number}: has no figure of its objective, {row.get('objective')!r}")
             self.history += rows
             return True
         if "iteration_s" not in keys or not keys & {"planner", "plan", "cluster"}:

@@ -57,7 +57,7 @@ def peers_on(cluster: Cluster, job: Job) -> list[Peer]:
     return [peer for peer in peers() if replace(peer.cluster, stack=cluster.stack) == cluster and peer.plan.job() == job]
 
 
-def judge_peer(peer: Peer, cluster: Cluster, judge: str = "simulate", seed: int = 0) -> Outcome:
+def judge_peer(peer: Peer, cluster: Cluster, judge: str = "simulate", seed: int = 0, objective: str = "throughput") -> Outcome:
     """The outcome of a published plan on a cluster (its own, or that with another stack) under the judge of this name."""
     maker, job, plan, remark = judge_named(judge), peer.plan.job(), peer.plan, AS_IT_IS
     verdict = maker(cluster, job, seed)(plan)
@@ -67,7 +67,7 @@ def judge_peer(peer: Peer, cluster: Cluster, judge: str = "simulate", seed: int 
     if _lacks_memory(verdict):
         remark = MEMORY_IGNORED
         verdict = maker(with_endless_memory(cluster), job, seed)(plan)
-    cell = Cell(cluster, job, peer.name, judge, seed=seed)
+    cell = Cell(cluster, job, peer.name, judge, seed=seed, objective=objective)
     return Outcome(cell, judged(peer.name, plan, verdict), remark=remark, fits=remark != MEMORY_IGNORED)
 
 

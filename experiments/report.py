@@ -35,6 +35,7 @@ from experiments.pages import (
     picture_bytes,
 )
 from experiments.tables import GIB, NEARLY_FULL, energy, memory, money, per_cent, plan_title, seconds, source_cells
+from partition.objective import MEASURED_IN
 from sim.spec.trace import Trace, short_devices
 
 SHOWN = 3
@@ -177,6 +178,8 @@ _RESULTS: Mapping[str, _Column] = {
     "energy_j": _Column("energy, kJ", 1e-3, ",.4g"),
     "dollars": _Column("$/iteration", form=".3g"),
     "gpus_used": _Column("GPUs used", form=",d"),
+    "dollars_per_billion_tokens": _Column("$ per 1e9 tokens", form=",.4g"),
+    "joules_per_token": _Column("J per token", form=".4g"),
     "judged": _Column("plans judged", form=",d"),
     "search_s": _Column("search, s", form=".3g"),
     "found_s": _Column("found, s", form=".3g"),
@@ -354,28 +357,28 @@ def quality_parts(found: Findings) -> list[Part]:
         return []
     from experiments.curves import Curve, Panel, draw_quality  # imports matplotlib, which only this needs
 
-    jobs = list(dict.fromkeys((row["cluster"], row.get("model")) for row in found.history))
-    models = {model for _, model in jobs}
+    jobs = list(dict.fromkeys(map(_search_of, found.history)))
+    models = {model for _, model, _ in jobs}
     parts: list[Part] = []
     for job in jobs[:MOST_PANELS]:
         steps: dict[str, dict[Any, list[tuple[float, float]]]] = {}
         for row in found.history:
-            if (row["cluster"], row.get("model")) == job:
+            if _search_of(row) == job:
                 steps.setdefault(str(row["planner"]), {}).setdefault(row.get("seed"), []).append(
-                    (row["seconds"], row["iteration_s"])
+                    (row["seconds"], row[MEASURED_IN[job[2]]])
                 )
         curves = tuple(
-            Curve(planner, tuple(tuple(history) for history in own.values()), _ends_s(found.runs, job, planner, own))
+            Curve(planner, tuple(tuple(history) for history in own.values()), _ends_s(found.runs, job[:2], planner, own))
             for planner, own in steps.items()
         )
         title = str(job[0]) + (f", {job[1]}" if len(models) > 1 else "")
         panel = Panel(title, curves)
         with TemporaryDirectory(prefix="motley-report-") as folder:
             path = Path(folder) / "quality.svg"
-            draw_quality([panel], path)
+            draw_quality([panel], path, objective=job[2])
             image = path.read_bytes()
         reached = [
-            f"{curve.planner} {panel.best_s / min(history[-1][1] for history in curve.histories) * 100:.0f} %" for curve in curves
+            f"{curve.planner} {panel.best / min(history[-1][1] for history in curve.histories) * 100:.0f} %" for curve in curves
         ]
         parts.append(
             picture_bytes(image, f"Quality of the best plan over seconds of search on {title}; at the end {', '.join(reached)}")
@@ -383,6 +386,11 @@ def quality_parts(found: Findings) -> list[Part]:
     if len(jobs) > MOST_PANELS:
         parts.append(Note(f"The first {MOST_PANELS} of {len(jobs)} clusters and models."))
     return parts
+
+
+def _search_of(row: Mapping[str, Any]) -> tuple[Any, Any, str]:
+    """The cluster, the model and the objective of a row of a history; older files have no objective, which was throughput."""
+    return row["cluster"], row.get("model"), row.get("objective") or "throughput"
 
 
 def _ends_s(

@@ -11,29 +11,40 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.comparison import Standing, headroom
+from partition.objective import MEASURED_IN
+
+_HEADINGS = {"iteration_s": "iteration\ns", "dollars_per_billion_tokens": "$ per 1e9\ntokens", "joules_per_token": "J per\ntoken"}
+"""The heading of what an objective measures, which comes first."""
 
 
-def standings_table(title: str, standings: Sequence[Standing]) -> Group:
-    """One row per planner or published plan, the fastest first. Over several seeds: medians, and the range of the iteration.
+def standings_table(title: str, standings: Sequence[Standing], objective: str = "throughput") -> Group:
+    """One row per planner or published plan, the best by the objective first. Over several seeds: medians, and its range.
 
-    `times best` is its iteration over that of the fastest row whose plans fit in memory.
+    `times best` is what the objective measures over that of the best row whose plans fit in memory.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("planner", no_wrap=True)
-    for heading in ("iteration\ns", "times\nbest", "tokens/s", "MFU\n%", "memory\nleft %", "plans\njudged", "search\ns"):
+    for heading in (
+        _HEADINGS[MEASURED_IN[objective]],
+        "times\nbest",
+        "tokens/s",
+        "MFU\n%",
+        "memory\nleft %",
+        "plans\njudged",
+        "search\ns",
+    ):
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("stopped, or\nhow judged", overflow="fold")
-    fitting = [standing.iteration_s for standing in standings if standing.fits and standing.found]
-    best_s = min(fitting, default=float("inf"))
+    best = min((standing.value for standing in standings if standing.fits and standing.found), default=float("inf"))
     rank = 0
     for standing in standings:
         rank += standing.fits and bool(standing.found)
-        table.add_row(*_row(standing, rank, best_s))
+        table.add_row(*_row(standing, rank, best))
     return Group(Text(title, style="bold"), table)
 
 
-def _row(standing: Standing, rank: int, best_s: float) -> list[str]:
+def _row(standing: Standing, rank: int, best: float) -> list[str]:
     """The row of one planner; a rank is only for who has a plan that fits."""
     searched = [outcome.result for outcome in standing.outcomes if outcome.result is not None and outcome.searched]
     judged = f"{median(result.judged for result in searched):,.0f}" if searched else "-"
@@ -46,12 +57,12 @@ def _row(standing: Standing, rank: int, best_s: float) -> list[str]:
     if len(standing.found) < len(standing.outcomes):
         how += f"; no plan for {len(standing.outcomes) - len(standing.found)} of {len(standing.outcomes)} seeds"
     cluster = standing.outcomes[0].cell.cluster
-    times = sorted(cost.iteration_s for _, cost in standing.found)
+    values = sorted(outcome.value for outcome in standing.outcomes if outcome.value is not None)
     return [
         str(rank) if standing.fits else "-",
         standing.planner,
-        f"{median(times):.4g}" + (f"\n{times[0]:.4g}-{times[-1]:.4g}" if times[0] < times[-1] else ""),
-        f"{median(times) / best_s:.3f}" if best_s < float("inf") else "-",
+        f"{median(values):.4g}" + (f"\n{values[0]:.4g}-{values[-1]:.4g}" if values[0] < values[-1] else ""),
+        f"{median(values) / best:.3f}" if best < float("inf") else "-",
         f"{standing.median(lambda _, cost: cost.tokens_per_s):,.0f}",
         f"{standing.median(lambda _, cost: cost.mfu) * 100:.2f}",
         f"{standing.median(lambda plan, cost: headroom(plan, cost, cluster)) * 100:.0f}",

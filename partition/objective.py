@@ -21,7 +21,10 @@ from sim.spec.judge import Cost
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError, nearest
 
-OBJECTIVES = ("throughput", "cost", "energy")
+MEASURED_IN = {"throughput": "iteration_s", "cost": "dollars_per_billion_tokens", "energy": "joules_per_token"}
+"""What each objective measures plans by: a field of `Outlay`."""
+
+OBJECTIVES = tuple(MEASURED_IN)
 
 MOST_PLACES = 12
 """Decimal places of a number in a message, at most."""

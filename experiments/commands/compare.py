@@ -14,6 +14,7 @@ from experiments.commands.options import (
     GlobalBatch,
     JudgeName,
     ModelName,
+    ObjectiveName,
     Precision,
     SequenceLength,
     StackName,
@@ -22,6 +23,7 @@ from experiments.commands.options import (
     on_stack,
     read_clusters,
     read_job,
+    read_objective,
     whole_number,
 )
 from experiments.comparison import Cell, Outcome, history_rows, kept, ranking, ratio_to_best, row, rows_csv, rows_json
@@ -102,6 +104,7 @@ def compare(
     stack: StackName = None,
     planners: PlannerNames = "all",
     judge: JudgeName = "simulate",
+    objective: ObjectiveName = "throughput",
     budget: Budget = "10s",
     seed: OneSeed = None,
     seeds: SeedCount = None,
@@ -111,13 +114,14 @@ def compare(
 ) -> None:
     """Rank planners by the plans they find in the same time.
 
-    Prints a table per cluster, the fastest plan's planner first; over
-    several seeds, medians. Published plans for the same cluster and job
-    stand in it, too. --out writes CLUSTER.PLANNER.SEED.json for every plan,
-    results.csv, history.csv (the best iteration over the seconds of each
-    search) and quality.png, which shows that; if the comparison is killed,
-    the same command continues it. Exit code 1: a cluster has no feasible
-    plan.
+    Prints a table per cluster, the best plan's planner first (the fastest,
+    or by --objective that which takes the fewest dollars or joules per
+    token); over several seeds, medians. Published plans for the same
+    cluster and job stand in it, too. --out writes CLUSTER.PLANNER.SEED.json
+    for every plan, results.csv, history.csv (the best plan over the seconds
+    of each search) and quality.png, which shows that; if the comparison is
+    killed, the same command continues it. Exit code 1: a cluster has no
+    feasible plan.
 
     Example:
 
@@ -129,6 +133,7 @@ def compare(
     limit_s = budget_s(budget)
     names = _planner_names(planners)
     judge_named(judge)
+    aim = read_objective(objective)
     if seed is not None and seeds is not None:
         raise InputError(f"--seed and --seeds exclude one another, but got --seed {seed} and --seeds {seeds}")
     paths = [*clusters, *_checked(more_clusters or [])]
@@ -140,7 +145,12 @@ def compare(
     chosen = range(seeds) if seeds is not None else [seed or 0]
     behind = [file for place in places for file in files_behind(place, model)]
     files.spare(behind)
-    cells = [Cell(place, job, name, judge, limit_s, number) for place in places for name in names for number in chosen]
+    for path, place in zip(paths, places, strict=True):
+        try:
+            aim.check(place)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+    cells = [Cell(place, job, name, judge, limit_s, number, aim.name) for place in places for name in names for number in chosen]
     if out is not None:
         written = dict.fromkeys([*TABLES, PICTURE, *map(plan_file_name, cells)])
         outputs({f"--out ({name})": out / name for name in written}, inputs=[*paths, *behind])
@@ -150,7 +160,7 @@ def compare(
         files.say(f"continues in {out}: {earlier} of {len(cells)} searches were finished before\n")
     with count_progress(f"{len(cells)} searches of {limit_s:g} s at most", len(cells)) as progress:
         searched, interrupted = run_comparison(cells, processes, progress, keep)
-    published = [judge_peer(peer, place, judge, chosen[0]) for place in places for peer in peers_on(place, job)]
+    published = [judge_peer(peer, place, judge, chosen[0], aim.name) for place in places for peer in peers_on(place, job)]
     outcomes = [*searched, *(outcome for outcome in published if outcome.cell.cluster in {o.cell.cluster for o in searched})]
     write_results(outcomes, out, files)
     if keep is not None and not interrupted:
@@ -224,7 +234,8 @@ def _draw(outcomes: Sequence[Outcome], path: Path) -> Path | None:
     job = outcomes[0].cell.job
     places = dict.fromkeys(outcome.cell.cluster for outcome in outcomes if outcome.plan is not None)
     panels = [panel(place.name, [o for o in outcomes if o.cell.cluster == place]) for place in places]
-    return draw_quality(panels, path, f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}")
+    title = f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}"
+    return draw_quality(panels, path, title, objective=outcomes[0].cell.objective)
 
 
 def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files: Outputs) -> None:
@@ -232,9 +243,9 @@ def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files:
     title = f"{job.model.name} on {cluster.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}"
     seeds = len({outcome.cell.seed for outcome in outcomes})
     if seeds > 1:
-        title += f"; medians of {seeds} seeds, and the range of iterations"
+        title += f"; medians of {seeds} seeds, and the range of the first figure"
     standings = ranking(outcomes)
-    files.console.print(standings_table(title, standings))
+    files.console.print(standings_table(title, standings, outcomes[0].cell.objective))
     for standing in standings:
         reasons = [outcome.why_not for outcome in standing.outcomes if outcome.why_not is not None]
         if reasons:

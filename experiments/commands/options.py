@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from partition.objective import OBJECTIVES, Objective
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
 from sim.spec.job import Job
@@ -83,6 +84,15 @@ SequenceLength = Annotated[
     ),
 ]
 Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help=f"One of {', '.join(PRECISIONS)}.")]
+ObjectiveName = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        metavar="NAME",
+        help="What makes a plan good: throughput, cost (dollars per token) or energy (joules per token). The last two count the "
+        "GPUs that a plan uses, and leave out what does not pay.",
+    ),
+]
 JudgeName = Annotated[
     str,
     typer.Option(
@@ -148,6 +158,18 @@ def default_sequence_length(model: Transformer) -> int:
     if model.max_positions == 0 or model.max_positions >= MOST_DEFAULT_TOKENS:
         return MOST_DEFAULT_TOKENS
     return model.max_positions // 64 * 64 or model.max_positions
+
+
+def read_objective(
+    name: str, min_tokens_per_s: float | None = None, hourly: float | None = None, per_billion: float | None = None
+) -> Objective:
+    """The objective that the options describe. Raises InputError that names the option."""
+    if name not in OBJECTIVES:
+        try:
+            Objective(name)
+        except InputError as error:
+            raise InputError(f"--objective: {error}") from None
+    return Objective(name, min_tokens_per_s, hourly, per_billion)
 
 
 def read_job(model: str, global_batch: int, sequence_length: int | None, precision: str) -> Job:

@@ -19,6 +19,7 @@ from experiments.commands.options import (
     GlobalBatch,
     JudgeName,
     ModelName,
+    ObjectiveName,
     Precision,
     ReportFile,
     Seed,
@@ -29,6 +30,7 @@ from experiments.commands.options import (
     files_behind,
     on_stack,
     read_job,
+    read_objective,
 )
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
@@ -49,13 +51,12 @@ from experiments.tables import (
 from partition import Result
 from partition import plan as search_plan
 from partition.bound import Bound, gap, lower_bound
-from partition.objective import OBJECTIVES, Ledger, Objective, Outlay
+from partition.objective import Ledger, Objective, Outlay
 from partition.search import planner_named
 from sim.engine import simulate
 from sim.metrics import Report, cost, infeasible_report, report, report_json, with_training
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.job import Job
-from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 
 
@@ -74,15 +75,6 @@ PlannerName = Annotated[
     str,
     typer.Option(
         "--planner", metavar="NAME", help="Who searches: motley, flashflex, megatron or another planner (docs/planners.md)."
-    ),
-]
-ObjectiveName = Annotated[
-    str,
-    typer.Option(
-        "--objective",
-        metavar="NAME",
-        help="What makes a plan good: throughput, cost (dollars per token) or energy (joules per token). The last two count the "
-        "GPUs that a plan uses, and leave out what does not pay.",
     ),
 ]
 MinTokens = Annotated[
@@ -158,7 +150,7 @@ def plan(
     limit_s = budget_s(budget)
     planner_named(planner)
     make_judge = judge_named(judge)
-    aim = _objective(objective, min_tokens_per_s, max_dollars_per_hour, max_dollars_per_billion_tokens)
+    aim = read_objective(objective, min_tokens_per_s, max_dollars_per_hour, max_dollars_per_billion_tokens)
     files = outputs({"--out": out, "--plot": plot, "--json": json_file}, inputs=[cluster])
     if plot is not None:
         from experiments.pictures import check_picture, draw_plan  # matplotlib, only where something is drawn
@@ -206,16 +198,6 @@ class _By:
     seed: int
     budget_s: float
     objective: Objective
-
-
-def _objective(name: str, min_tokens_per_s: float | None, hourly: float | None, per_billion: float | None) -> Objective:
-    """The objective that the options describe. Raises InputError that names the option."""
-    if name not in OBJECTIVES:
-        try:
-            Objective(name)
-        except InputError as error:
-            raise InputError(f"--objective: {error}") from None
-    return Objective(name, min_tokens_per_s, hourly, per_billion)
 
 
 def _report_json(measures: Report, result: Result, by: _By, cluster: Cluster) -> str:

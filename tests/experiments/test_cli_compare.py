@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments.comparison import Cell, Outcome, compare, kept, ranking, run_cell, winner
-from partition.search import PLANNERS, Result, Search
+from partition.objective import Ledger
+from partition.search import PLANNERS, Result, Search, simulation
 from sim.cost.estimate import estimation
 from sim.spec.cluster import read_cluster
 from sim.spec.job import Job
@@ -140,6 +142,44 @@ def test_history_has_the_best_iteration_each_time_it_became_better(motley: Motle
         assert at == sorted(at) and at[-1] == float(row["found_s"])
 
 
+@pytest.mark.parametrize(
+    ("objective", "measure", "heading"),
+    [("cost", "dollars_per_billion_tokens", "$ per 1e9"), ("energy", "joules_per_token", "J per")],
+)
+def test_planners_are_compared_by_what_their_plans_cost_or_take(
+    motley: Motley, world: World, objective: str, measure: str, heading: str
+) -> None:
+    priced = TINY_CLUSTER + "\ngpu_kinds:\n  RTX4090: {price: 0.4 $/h}\n"
+    cluster, out = world.write("priced.yaml", priced), world.folder / "out"
+    asked = ("--cluster", cluster, "--planners", "random,megatron", "--seeds", 2, "--objective", objective, "--out", out)
+    ran = motley(*arguments(world, *asked))
+    assert ran.code == 0, ran.err
+    assert heading in ran.out and "iteration" not in ran.out.splitlines()[1]
+    results = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    steps = list(csv.DictReader((out / "history.csv").read_text().splitlines()))
+    best = min(float(row[measure]) for row in results)
+    for row in results:
+        assert row["objective"] == objective and float(row["ratio_to_best"]) == pytest.approx(float(row[measure]) / best)
+        plan, place = read_plan(out / row["plan"]), read_cluster(cluster)
+        verdict = simulation(place, Job(transformer(world.model), plan.sequence_length, 4))(plan)
+        assert isinstance(verdict, Cost)
+        assert float(row[measure]) == pytest.approx(getattr(Ledger(place).outlay(plan, verdict), measure))
+        own = [float(step[measure]) for step in steps if (step["planner"], step["seed"]) == (row["planner"], row["seed"])]
+        assert own == sorted(set(own), reverse=True) and own[-1] == float(row[measure])
+    page = world.folder / "report.html"
+    told = motley("report", out, "--out", page)
+    assert told.code == 0, told.err
+    assert "Quality of the best plan" in (text := page.read_text()) and re.search(
+        rf">objective<.*?>{objective}<", text, re.DOTALL
+    )
+
+
+def test_dollars_without_prices_are_told_in_one_line(motley: Motley, world: World) -> None:
+    cluster = world.write("priceless.yaml", TINY_CLUSTER + "\ngpu_kinds:\n  RTX4090: {price: null}\n")
+    ran = motley(*arguments(world, "--cluster", cluster, "--objective", "cost"))
+    assert ran.code == 2 and ran.out == "" and ran.err.count("\n") == 1 and "no price is known" in ran.err
+
+
 def test_a_comparison_that_is_killed_continues_without_what_is_finished(
     motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +247,7 @@ def test_half_a_file_is_not_taken(cell: Cell, tmp_path: Path) -> None:
         (["--seed", "1", "--seeds", "3"], ["exclude one another"]),
         (["--cluster", "{cluster}"], ["the cluster's name 'tiny' is taken"]),
         (["--out", "{cluster}"], ["--out", "is a file"]),
+        (["--objective", "costs"], ["--objective", "costs", "did you mean cost?"]),
     ],
 )
 def test_a_wrong_flag_of_compare_is_told_in_one_line(motley: Motley, world: World, more: list[str], words: list[str]) -> None:

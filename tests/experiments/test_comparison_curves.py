@@ -35,11 +35,11 @@ def test_a_line_is_the_median_quality_from_when_more_than_half_of_the_seeds_have
 def test_quality_is_of_the_fastest_that_fits() -> None:
     published = (Level("fits", 1.0), Level("does not", 0.5, fits=False))
     panel = Panel("one", (STEADY,), published)
-    assert panel.best_s == 1.0
+    assert panel.best == 1.0
     line, _, fits, does_not = lines(panel, ["steady"])
     assert np.array(line.get_ydata()).tolist() == [0.25, 0.25, 0.5, 0.5]
     assert list(fits.get_ydata()) == [1.0, 1.0] and list(does_not.get_ydata()) == [2.0, 2.0]
-    assert Panel("none", (HALF,)).best_s == 8.0 and Panel("none", ()).best_s == float("inf")
+    assert Panel("none", (HALF,)).best == 8.0 and Panel("none", ()).best == float("inf")
 
 
 def test_every_number_of_panels_is_drawn(tmp_path: Path) -> None:
