@@ -118,12 +118,14 @@ class _Form:
     `wire_s` is until its links are free, `latency_s` from then until the last byte has arrived.
     """
 
-    __slots__ = ("exchange", "latency_s", "others", "streams", "transfer", "wire_s")
+    __slots__ = ("beside", "exchange", "latency_s", "others", "streams", "transfer", "wire_s")
 
     def __init__(self, transfer: Transfer, wire_s: float, streams: frozenset[object]) -> None:
         self.transfer, self.wire_s, self.latency_s = transfer, wire_s, transfer.latency_s
         self.exchange = False
         """Whether it is of gradients or parameters."""
+        self.beside = False
+        """Whether it goes on beside the computation that begins with it."""
         self.streams = streams
         """What it stands in line with: forms that share one are never under way together."""
         self.others: list[tuple[int, float]] = []
@@ -485,10 +487,12 @@ class _Meetings:
         self._links, flows = len(chain.links), {f: np.array(ends) for f, ends in chain.flows.items()}
         pairs = [(f, g, fraction) for f in flows for g, fraction in forms[f].others if g in flows]
         self._pairs = len(pairs)
+        self.exchange_links: list[int] = []
         if not pairs:
             return
         places = range(len(pairs))
         self._ones = _Flows.of(flows, [f for f, _, _ in pairs], places, [fraction for _, _, fraction in pairs])
+        self._beside = np.array([form.beside for form in forms])[self._ones.forms]
         slowing = [dict(forms[g].others).get(f, 0.0) for f, g, _ in pairs]
         self._slowing_others = _Flows.of(flows, [f for f, _, _ in pairs], places, slowing).fractions
         self._others = _Flows.of(flows, [g for _, g, _ in pairs], places)
@@ -497,12 +501,14 @@ class _Meetings:
         if exchanges:
             met = [self._exchanges.index(f) for f, _, _ in exchanges]
             self._slowed = _Flows.of(flows, self._exchanges, range(len(self._exchanges)))
+            self.exchange_links = (self._slowed.ends - 1).tolist()
             self._slowing = _Flows.of(flows, [g for _, g, _ in exchanges], met, [fraction for _, _, fraction in exchanges])
 
-    def lost_s(self, ends: Sequence[float], wires: Sequence[tuple[float, float]]) -> list[float] | None:
+    def lost_s(self, ends: Sequence[float], wires: Sequence[tuple[float, float]], spare: Sequence[float]) -> list[float] | None:
         """Seconds that each link of the chain takes longer; None where no flows overlap.
 
-        The flows of each pair of forms are laid out one after the other on one axis of time.
+        Of what goes on beside a computation only what outlasts it counts, and puts off what follows the computation. The flows
+        of each pair of forms are laid out one after the other on one axis of time.
         """
         if not self._pairs:
             return None
@@ -513,18 +519,32 @@ class _Meetings:
         corners = np.maximum.accumulate(np.stack(self._others.times(all_ends, all_wires, span_s), axis=1).ravel())
         lasts = np.cumsum(corners[1::2] - corners[::2])
         passed = np.stack([np.concatenate([[0.0], lasts[:-1]]), lasts], axis=1).ravel()
-        both_s = np.interp(until, corners, passed) - np.interp(begins, corners, passed)
-        found = both_s > 1e-14 * self._pairs * span_s + 1e-12 * span_s
-        if not found.any():
+        least_s, fractions = 1e-14 * self._pairs * span_s + 1e-12 * span_s, self._ones.fractions
+
+        def longer_s(begins: NDArray[np.float64], until: NDArray[np.float64]) -> NDArray[np.float64]:
+            """By how much each is slowed that is under way from when to when alone."""
+            before = np.interp(begins, corners, passed)
+            both_s = np.interp(until, corners, passed) - before
+            # One slowed for longer than the others are under way goes on by itself when these, slowed themselves, have ended.
+            slowed = np.minimum(until + both_s * fractions, (self._ones.places + 1) * span_s)
+            beside_s = (np.interp(slowed, corners, passed) - before) * (1 + self._slowing_others)
+            longer: NDArray[np.float64] = np.minimum(both_s, beside_s / (1 + fractions)) * fractions
+            return np.where(both_s > least_s, longer, 0.0)
+
+        links, longer = self._ones.ends - 1, longer_s(begins, until)
+        if not longer.any():
             return None
-        # One that is slowed for longer than the others are under way goes on by itself when these, slowed themselves, have ended.
-        fractions = self._ones.fractions
-        slowed = np.minimum(until + both_s * fractions, (self._ones.places + 1) * span_s)
-        beside_s = (np.interp(slowed, corners, passed) - np.interp(begins, corners, passed)) * (1 + self._slowing_others)
-        longer_s = np.minimum(both_s, beside_s / (1 + fractions)) * fractions
-        lost = np.bincount(self._ones.ends[found] - 1, longer_s[found], self._links)
-        seconds: list[float] = lost.tolist()
-        return seconds
+        beside = self._beside & (longer > 0)
+        if not beside.any():
+            seconds: list[float] = np.bincount(links, longer, self._links).tolist()
+            return seconds
+        outlasting = np.bincount(links[beside], longer[beside], self._links)
+        outlasting[links[beside]] -= np.array(spare)[self._ones.forms[beside]]
+        outlasting = np.maximum(outlasting, 0.0)
+        if outlasting.any():
+            later = np.where(self._beside, 0.0, outlasting[links])
+            longer = longer_s(begins + later, until + later)
+        return list((outlasting + np.bincount(links[~self._beside], longer[~self._beside], self._links)).tolist())
 
     def followed_s(self, ends: Sequence[float], wires: Sequence[tuple[float, float]], lost_s: Sequence[float]) -> list[float]:
         """As `lost_s`, with the rates of exchanges followed through time while others, lengthened as they are, come and go."""
@@ -694,8 +714,7 @@ class _Layout:
         both = self._estimate.sum_number(latency, number) if latency else number
         after = self._ends[g] = self._link(before, end, number, both, (g, work))
         self.chain.steps[g].append(_Step(after, before, number, work, cause or None))
-        form = self._estimate.tensor_forms.get((g, work))
-        if form is not None:
+        for form in self._estimate.tensor_forms.get((g, work), ()):
             self.chain.flows.setdefault(form, []).append(after)
         return True
 
@@ -827,7 +846,7 @@ GROUPS = 4
 class _Timed:
     """Some work of a lane that stands for others: the number of its duration, and what is known of its collectives."""
 
-    __slots__ = ("alone", "form", "inner", "instruction", "lane", "number", "sharing")
+    __slots__ = ("alone", "beside_form", "form", "inner", "instruction", "lane", "number", "sharing")
 
     def __init__(self, number: int, lane: Lane, instruction: Compute | OptimizerStep, inner: Inner, network: Network) -> None:
         self.number, self.lane, self.instruction, self.inner = number, lane, instruction, inner
@@ -837,18 +856,21 @@ class _Timed:
         if len(kinds) == 1:
             self.alone = kinds[0], network.busiest_s(inner[kinds[0]]), inner[kinds[0]].latency_s
         self.form: int | None = None
+        """Of the collectives that follow the computation."""
+        self.beside_form: int | None = None
+        """Of those beside it, which begin with it."""
         self.sharing = 1.0
         """How many times longer its collectives take among those of lanes that are one than alone."""
 
-    def seconds(self, network: Network, cost: ComputeCost) -> tuple[float, float, float, float]:
-        """Seconds of computation, of collectives beside it, of those that follow it, and the latency of the latter."""
+    def seconds(self, network: Network, cost: ComputeCost) -> tuple[float, float, float, float, float]:
+        """Seconds of computation; of collectives beside it on their links, and of latency; the same of those that follow."""
         lane, instruction = self.lane, self.instruction
         if isinstance(instruction, OptimizerStep) or not any(self.inner):
-            return computing_s(network, cost, lane, instruction), 0.0, 0.0, 0.0
+            return computing_s(network, cost, lane, instruction), 0.0, 0.0, 0.0, 0.0
         if self.alone is None:  # several kinds of collectives, which may be on different links
             taken = work(network, cost, lane, instruction, self.inner)
-            beside_s = self.sharing * network.busiest_s(taken.beside) + taken.beside.latency_s
-            return taken.seconds, beside_s, self.sharing * network.busiest_s(taken.after), taken.after.latency_s
+            beside_s, after_s = (self.sharing * network.busiest_s(transfer) for transfer in (taken.beside, taken.after))
+            return taken.seconds, beside_s, taken.beside.latency_s, after_s, taken.after.latency_s
         group, wire_s, latency_s = self.alone
         wire_s /= inner_scale(network, cost.stack, self.inner[group])
         alone_s = wire_s + latency_s
@@ -857,10 +879,9 @@ class _Timed:
         )
         share = overlapped if group == TENSOR else hidden if group == CONTEXT else 0.0
         wire_s *= self.sharing
-        beside_s = share * (wire_s + latency_s)
         steps_s = ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction))
         after_s, late_s = (1 - share) * wire_s, (1 - share) * latency_s + steps_s
-        return computing_s(network, cost, lane, instruction), beside_s, after_s, late_s
+        return computing_s(network, cost, lane, instruction), share * wire_s, share * latency_s, after_s, late_s
 
 
 @dataclass
@@ -871,6 +892,8 @@ class _Timing:
     """By number."""
     wires: list[tuple[float, float]]
     """By form: seconds on its links, and of latency after them that the ends of its flows in the chain include."""
+    spare: list[float]
+    """By form: seconds that its flows may take longer before anything waits for them."""
     inside: dict[int, float]
     """By number of work: the seconds in which it waits for its collectives."""
 
@@ -897,7 +920,7 @@ class Estimate:
         self.plan, self.cluster = plan, cluster
         self.network = network if network is not None else Network(cluster)
         self.folded = _Folded(plan, cluster, self.network, ComputeCost(plan, cluster))
-        self.tensor_forms: dict[tuple[int, Work], int] = {}
+        self.tensor_forms: dict[tuple[int, Work], tuple[int, ...]] = {}
         self.wire_numbers: list[int] = []
         self.latency_numbers: list[int] = []
         self._forms: list[_Form] = []
@@ -913,6 +936,8 @@ class Estimate:
         self._depth = max(len(pipeline.stages) for pipeline in plan.pipelines)
         self.contended = False
         """Whether transfers slowed one another in the latest answer; where none did, the simulation says the same."""
+        self.slowing = 0.0
+        """Of the latest answer's seconds the fraction that they did so for."""
         self._first = self._short = self._first_micro_batches()
         self._chain(self._short)
 
@@ -971,8 +996,7 @@ class Estimate:
             timed = self._work.get(shape)
             if timed is None:
                 timed = self._work[shape] = self._timed(g, instruction)
-            if timed.form is not None:
-                self.tensor_forms[key] = timed.form
+            self.tensor_forms[key] = tuple(form for form in (timed.form, timed.beside_form) if form is not None)
             self._work_numbers[key] = timed.number
         return self._work_numbers[key]
 
@@ -984,6 +1008,9 @@ class Estimate:
             if transfers and transfers[0].loads:
                 timed.form = self._form(transfers, wire_s, True, frozenset([g]))
                 timed.sharing = wire_s / self.network.busiest_s(transfers[0])
+                if timed.seconds(self.network, self.folded.cost)[1] > 0:
+                    timed.beside_form = self._form(transfers, wire_s, True, frozenset([g]))
+                    self._forms[timed.beside_form].beside = True
         return timed
 
     def message_form(self, g: int, place: int) -> int:
@@ -1072,7 +1099,7 @@ class Estimate:
     def _timing(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> _Timing:
         """The seconds of everything that has been laid out."""
         cost = self.folded.cost.with_constants(kinds, stack)
-        durations, inside = self._fixed.copy(), {}
+        durations, spare, inside = self._fixed.copy(), [0.0] * len(self._forms), {}
         wires = [(form.wire_s, form.latency_s if late else 0.0) for form, late in zip(self._forms, self._late, strict=True)]
         if stack is not None and stack.collective_scale != self.cluster.stack.collective_scale:
             # The transfers were made with the cluster's stack; their bytes are inversely proportional to the scale.
@@ -1082,26 +1109,39 @@ class Estimate:
                 wires[form] = wire_s * scale, latency_s
                 durations[self.wire_numbers[form]] = wire_s * scale + latency_s
         for timed in self._work.values():
-            computing_s, beside_s, after_s, latency_s = timed.seconds(self.network, cost)
-            seconds = (beside_s if beside_s > computing_s else computing_s) + after_s + latency_s
+            computing_s, beside_s, beside_latency_s, after_s, latency_s = timed.seconds(self.network, cost)
+            spare_s = computing_s - beside_s - beside_latency_s
+            seconds = computing_s - min(spare_s, 0.0) + after_s + latency_s
             durations[timed.number], inside[timed.number] = seconds, seconds - computing_s
             if timed.form is not None:
                 wires[timed.form] = after_s, latency_s
+            if timed.beside_form is not None:
+                wires[timed.beside_form] = beside_s, seconds - beside_s
+                spare[timed.beside_form] = max(spare_s, 0.0)
         for (a, b), number in self._sums.items():
             durations[number] = durations[a] + durations[b]
-        return _Timing(durations, wires, inside)
+        return _Timing(durations, wires, spare, inside)
 
     def _ends(self, chain: _Chain, timing: _Timing) -> tuple[list[float], list[float] | None]:
         """All ends; and what each link took longer because of others that shared its wires, where any did."""
-        ends = chain.ends_s(timing.durations)
+        ends, self.slowing = chain.ends_s(timing.durations), 0.0
         if chain.meetings is None:
             chain.meetings = _Meetings(chain, self._forms)
-        lost_s = chain.meetings.lost_s(ends, timing.wires)
+        lost_s = chain.meetings.lost_s(ends, timing.wires, timing.spare)
         if lost_s is None:
             return ends, None
+        alone_s = _last_s(chain, ends)
+        # What is slowed puts off what comes after it, which then meets others, or none.
         ends = chain.lengthened_ends_s(timing.durations, lost_s)
-        followed_s = chain.meetings.followed_s(ends, timing.wires, lost_s)
-        return chain.lengthened_ends_s(timing.durations, followed_s), followed_s
+        put_off = [0.0, *(end - own_s for end, own_s in zip(ends[1:], lost_s, strict=True))]
+        again_s = chain.meetings.lost_s(put_off, timing.wires, timing.spare) or [0.0] * len(lost_s)
+        for link in chain.meetings.exchange_links:  # these are followed through time below
+            again_s[link] = lost_s[link]
+        ends = chain.lengthened_ends_s(timing.durations, again_s)
+        followed_s = chain.meetings.followed_s(ends, timing.wires, again_s)
+        ends = chain.lengthened_ends_s(timing.durations, followed_s)
+        self.slowing = 1 - alone_s / _last_s(chain, ends)
+        return ends, followed_s
 
     def _busy(self, answer: _Answer) -> list[float]:
         """Busy seconds of every group's lane."""

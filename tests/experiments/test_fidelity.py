@@ -327,7 +327,7 @@ def test_estimates_of_slow_networks_stay_near_the_simulation(rate: float) -> Non
     world = modelled(replace(run, inter_node_GBps_per_node=rate), read_assumptions())
     assert isinstance(world, Modelled)
     simulated_s = simulate(world.plan, world.cluster).iteration_s
-    assert 0.8 < Estimate(world.plan, world.cluster).iteration_s() / simulated_s < 2.5
+    assert 0.8 < Estimate(world.plan, world.cluster).iteration_s() / simulated_s < 1.5
 
 
 def test_a_run_without_its_micro_batch_is_predicted_at_the_best_and_marked() -> None:
@@ -368,13 +368,22 @@ def test_an_error_of_ours_is_told_with_its_run_and_spares_the_others(monkeypatch
     ]
 
 
-def test_small_programs_whose_transfers_meet_are_simulated_and_large_ones_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_programs_whose_transfers_slow_one_another_are_simulated_and_others_estimated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Where transfers meet the estimate is near the simulation, not equal to it: tests/sim/cost/test_estimate.py.
-    (simulated,) = predict(GPT_22B)
+    on_bridges = replace(GPT_22B, intra_node_link="PCIe")
+    (simulated,) = predict(on_bridges)
     monkeypatch.setattr(fidelity, "MOST_SIMULATED", 0)
-    (estimated,) = predict(GPT_22B)
+    (estimated,) = predict(on_bridges)
     assert (simulated.judge, estimated.judge) == (SIMULATION, ESTIMATE)
     assert estimated.predicted == pytest.approx(float(simulated.predicted or 0), rel=1e-2)
+    # On NVSwitch they meet, too, but lose a six-thousandth of the time.
+    monkeypatch.undo()
+    (hardly,) = predict(GPT_22B)
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled) and hardly.judge == ESTIMATE
+    assert hardly.predicted == pytest.approx(simulate(world.plan, world.cluster).iteration_s, rel=1e-6)
 
 
 def test_the_file_has_all_rows_and_tells_runs_of_the_fit_apart() -> None:

@@ -24,7 +24,7 @@ from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.program import Compute, Lane, OptimizerStep
 from sim.spec.reading import InputError
-from sim.spec.stack import Stack
+from sim.spec.stack import Stack, stack
 from sim.spec.transformer import Moe, Transformer, transformer
 from tests.strategies import worlds
 from tests.worlds import GivenCost, ethernet_cluster, plan, simulate_every_lane, stage
@@ -221,6 +221,29 @@ def test_a_stage_that_is_slower_sets_the_pace_however_long_it_takes_to_be_felt(
         chosen = plan([one_layer_pipeline(4)], micro_batches)
         cluster = ethernet_cluster([1] * 4, bytes_per_s=1e30)
         assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("software", ["megatron", "nanotron", "nemo"])
+@pytest.mark.parametrize(("tensor_parallel", "stages"), [(4, 2), (2, 2)])
+def test_messages_that_meet_collectives_beside_the_computation_are_slowed(
+    software: str, tensor_parallel: int, stages: int
+) -> None:
+    # A message leaves as the next computation begins, and with it the part of its collectives that goes on beside it, over the
+    # same port. The computation is long enough for both, the message takes longer.
+    cluster = Cluster("box", (Node("n", gpu_kind("A100-80GB-SXM"), 8, Intra("nvswitch", 300e9)),), stack=stack(software))
+    llama = transformer("llama-2-7b")
+    cuts = [(s * llama.layers // stages, (s + 1) * llama.layers // stages) for s in range(stages)]
+
+    def pipeline(first: int) -> Pipeline:
+        devices = [f"n/{first + i}" for i in range(tensor_parallel * stages)]
+        parts = [tuple(devices[s * tensor_parallel : (s + 1) * tensor_parallel]) for s in range(stages)]
+        return Pipeline(2, 6, tuple(Stage((Replica(part, 2),), (cut,)) for part, cut in zip(parts, cuts, strict=True)))
+
+    pipelines = tuple(pipeline(first) for first in range(0, 8, tensor_parallel * stages))
+    chosen = Plan("box", llama, 2048, 12 * len(pipelines), pipelines, precision="bf16", sequence_parallel=True, zero_stage=0)
+    estimate = Estimate(chosen, cluster)
+    assert estimate.iteration_s() == pytest.approx(simulate_every_lane(chosen, cluster).iteration_s, rel=1e-9)
+    assert estimate.contended and 0 < estimate.slowing < 1e-3
 
 
 # --- Sharing by hand -------------------------------------------------------------------------------------------------
