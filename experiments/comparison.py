@@ -224,7 +224,9 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
-    others = [repr(getattr(cell, part.name)) for part in fields(cell) if part.name != "cluster"]
+    # Speed goes without saying, as it did before there were other objectives.
+    told = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
+    others = [repr(getattr(cell, name)) for name in told]
     return sha256(" ".join([VERSION, _cluster_text(cell.cluster), *others]).encode()).hexdigest()[:16]
 
 
@@ -380,9 +382,9 @@ def history_rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def rows_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The CSV text of flat rows that have the same keys; None is an empty cell."""
+    """The CSV text of flat rows; None, and a key that a row does not have, is an empty cell."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -6,7 +6,10 @@ parts of about equal weight such that the edges between parts carry as little as
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 
@@ -26,6 +29,30 @@ MOST_BEGINS = 8
 
 DENSE = 96
 """Devices up to which every pair has an edge; beyond, those of different nodes are joined through their nodes' first ones."""
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Lets what a C library writes to the standard output go nowhere.
+
+    METIS complains there of parts that it leaves out, in the middle of what a command prints; its answer says so, too.
+    """
+    c_library = ctypes.CDLL(None)
+    c_library.fflush(None)
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        c_library.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class DeviceGraph:
@@ -81,14 +108,15 @@ class DeviceGraph:
                     rates.append(self.bandwidth_bytes_per_s(a, b))
             starts.append(len(neighbours))
         fastest, heaviest = max(rates, default=1.0), max(weights)
-        _, member = pymetis.part_graph(
-            parts,
-            pymetis.CSRAdjacency(starts, [at[b] for b in neighbours]),
-            eweights=[max(1, round(rate / fastest * EDGE_LEVELS)) for rate in rates],
-            vweights=[max(1, round(weight / heaviest * VERTEX_LEVELS)) for weight in weights],
-            recursive=parts <= 8,
-            options=pymetis.Options(seed=seed % (1 << 31)),
-        )
+        with _silent_stdout():
+            _, member = pymetis.part_graph(
+                parts,
+                pymetis.CSRAdjacency(starts, [at[b] for b in neighbours]),
+                eweights=[max(1, round(rate / fastest * EDGE_LEVELS)) for rate in rates],
+                vweights=[max(1, round(weight / heaviest * VERTEX_LEVELS)) for weight in weights],
+                recursive=parts <= 8,
+                options=pymetis.Options(seed=seed % (1 << 31)),
+            )
         found: list[list[str]] = [[] for _ in range(parts)]
         for device, part in zip(devices, member, strict=True):
             found[part].append(device)

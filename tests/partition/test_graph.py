@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -42,6 +44,17 @@ def test_every_device_is_in_one_part() -> None:
     found = graph(cluster(*(node(f"n{i}", "RTX4090", 8) for i in range(16))))  # large enough for the sparse graph
     parts = found.partition(found.devices, 5, [1.0] * 128, seed=1)
     assert sorted(name for part in parts for name in part) == sorted(found.devices)
+
+
+def test_what_metis_says_of_parts_that_stay_empty_is_not_in_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    here, lots = graph(cluster(node("a", "RTX4090", 8))), random.Random(0)
+    for parts in range(2, 8):
+        for _ in range(20):
+            found = here.partition(here.devices, parts, [lots.choice([1.0, 1.0, 50.0, 1000.0]) for _ in here.devices], 0)
+            assert sorted(name for part in found for name in part) == sorted(here.devices)
+    ctypes.CDLL(None).fflush(None)
+    print("after")
+    assert capfd.readouterr().out == "after\n"
 
 
 def test_as_many_parts_as_devices_are_single_devices() -> None:
