@@ -32,10 +32,8 @@ from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import lane_parts
 from sim.cost.network import Network
-from sim.engine import simulate
 from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
-from sim.spec.compile import instruction_estimate
 from sim.spec.counts import layer_forward_flop, layer_recompute_flop, model_flop, total_parameters
 from sim.spec.gpu import PRECISIONS
 from sim.spec.plan import Plan
@@ -46,14 +44,9 @@ DATA = Path(__file__).parent / "data"
 PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
 """The runs that are shipped: those that were measured, and those that failed."""
 
-LEAST_SLOWING, MOST_SIMULATED, MOST_SIMULATED_GPUS = 1e-3, 12_000, 512
-"""A run whose transfers slow one another for more than this part of its time, as estimated, is simulated where its program has up
-to so many instructions on up to so many GPUs. Of all others the estimate is taken, which is faster: of 119 whose transfers did so
-for less it was off by 0.07 % at most, and is the same where none do."""
-
 OUT_OF_MEMORY = r"\boom\b|out[ _-]?of[ _-]?memory|resource_exhausted|(did|does) ?n[o']t fit"
 
-ESTIMATE, SIMULATION, BYTES = "estimate", "simulation", "memory"
+ESTIMATE, BYTES = "estimate", "memory"
 
 
 # --- One run ---------------------------------------------------------------------------------------------------------
@@ -73,7 +66,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     if isinstance(world, NotModelled):
         return [replace(empty, note=world.reason)]
     try:
-        plan, cluster, seconds, judge = _best(world, constants)
+        plan, cluster, seconds = _best(world, constants)
     except _Unmodelled as error:
         return [replace(empty, note=str(error))]
     open_ = unpublished(world)
@@ -85,7 +78,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
-            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=judge)
+            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=ESTIMATE)
         if not math.isfinite(comparison.relative_error or 0.0):
             comparison = replace(_comparison(run, quantity), note="not modelled: predicted and measured are too far apart")
         found.append(comparison)
@@ -104,9 +97,9 @@ class _Unmodelled(Exception):
     """Why no plan of a run can be judged."""
 
 
-def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float, str]:
-    """The plan of a run, or the fastest that fits of those it may have had, with its cluster, seconds and judge."""
-    found: list[tuple[float, str, Plan, Cluster]] = []
+def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float]:
+    """The plan of a run, or the fastest that fits of those it may have had, with its cluster and seconds."""
+    found: list[tuple[float, Plan, Cluster]] = []
     refusals: list[str] = []
     network = _network(world.cluster, constants)
     cluster = network.cluster
@@ -118,13 +111,13 @@ def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, 
             if reason is not None and (unpublished(world) or reason.reason != "memory"):
                 refusals.append(reason.message)
             else:
-                found.append((*iteration(plan, cluster, network), plan, cluster))
+                found.append((Estimate(plan, cluster, network).iteration_s(), plan, cluster))
         except InputError as error:  # a plan of which no program is made
             refusals.append(str(error))
     if not found:
         raise _Unmodelled(f"not modelled: {refusals[0]}")
-    seconds, judge, plan, cluster = min(found, key=lambda entry: entry[0])
-    return plan, cluster, seconds, judge
+    seconds, plan, cluster = min(found, key=lambda entry: entry[0])
+    return plan, cluster, seconds
 
 
 _latest: list[tuple[Cluster, Constants | None, Network]] = []
@@ -136,17 +129,6 @@ def _network(cluster: Cluster, constants: Constants | None) -> Network:
     if not _latest or _latest[0][0] is not cluster or _latest[0][1] != constants:
         _latest[:] = [(cluster, constants, Network(cluster if constants is None else constants.applied(cluster)))]
     return _latest[0][2]
-
-
-def iteration(plan: Plan, cluster: Cluster, network: Network) -> tuple[float, str]:
-    """Seconds of one iteration of the plan, and which judge says so: the estimate, or the simulation of small programs where
-    the estimate may err."""
-    estimate = Estimate(plan, cluster, network)
-    seconds = estimate.iteration_s()
-    small = len(plan.devices) <= MOST_SIMULATED_GPUS and instruction_estimate(plan) <= MOST_SIMULATED
-    if small and estimate.slowing > LEAST_SLOWING:
-        return simulate(plan, cluster, network=network).iteration_s, SIMULATION
-    return seconds, ESTIMATE
 
 
 # --- Figures of a run ------------------------------------------------------------------------------------------------

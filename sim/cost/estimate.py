@@ -9,11 +9,9 @@ equally long (the coarsest such division of the lanes, found by refining colours
 pipeline.
 
 Sharing. Of the transfers of lanes that are one, each shares its links with the others of its kind, for they are under way at
-the same time: a link takes the smaller of two transfers' loads for each other transfer. Transfers that merely cross the same
-links are first taken to be alone. Where two are then found under way together, each is lengthened by the seconds that they
-overlap times what the other would slow it by (their max-min rates); then exchanges of gradients and parameters, which are the
-longest, have their rates followed through time, the others being where that puts them. Where nothing overlaps, the estimate
-is what the simulation would say.
+the same time: a link takes the smaller of two transfers' loads for each other transfer. Where others use the same links, too, all
+are followed from one event to the next, at their max-min rates (`sim.cost.meeting`). So the estimate is what the simulation
+would say, but for lanes that are one and meet different others.
 
 Long schedules repeat themselves: the chain is laid out for fewer micro-batches, and where all ends of a period come equally
 much later than those of an earlier one, so do all later ends (a max-plus recursion is homogeneous), and the rest is a
@@ -25,10 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sim.collector import garbage_collector_paused
 from sim.cost.compute import ComputeCost, TensorCollective
@@ -81,6 +78,9 @@ from sim.spec.program import (
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 
+if TYPE_CHECKING:
+    from sim.cost.meeting import Course, Routes
+
 COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)
 SEND_TYPES = (SendActivation, SendGradient)
 COLLECTIVE_TYPES = (ReduceGradients, GatherParameters)
@@ -108,28 +108,22 @@ Work: TypeAlias = tuple[type[Instruction], LayerRange | None]
 """Instructions of one lane that take equally long: their type and layers."""
 
 
-LEAST_SLOWING = 1e-9
-"""The least fraction by which one transfer must slow another to be seen."""
-
-
 class _Form:
     """A transfer that a lane that stands for others uses over and over, and how long it takes among those of its kind.
 
     `wire_s` is until its links are free, `latency_s` from then until the last byte has arrived.
     """
 
-    __slots__ = ("beside", "exchange", "latency_s", "others", "streams", "transfer", "wire_s")
+    __slots__ = ("beside", "late", "latency_s", "members", "streams", "wire_s")
 
-    def __init__(self, transfer: Transfer, wire_s: float, streams: frozenset[object]) -> None:
-        self.transfer, self.wire_s, self.latency_s = transfer, wire_s, transfer.latency_s
-        self.exchange = False
-        """Whether it is of gradients or parameters."""
+    def __init__(self, members: list[Transfer], wire_s: float, late: bool, streams: frozenset[object]) -> None:
+        self.members, self.wire_s, self.latency_s = members, wire_s, members[0].latency_s
+        self.late = late
+        """Whether the ends of its flows in the chain are those of the last byte's arrival."""
         self.beside = False
         """Whether it goes on beside the computation that begins with it."""
         self.streams = streams
         """What it stands in line with: forms that share one are never under way together."""
-        self.others: list[tuple[int, float]] = []
-        """Forms that can slow it, and by how much of its time they do where they are under way all the while."""
 
 
 def _alike_s(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list[float]:
@@ -151,36 +145,6 @@ def _alike_s(transfers: Sequence[Transfer], capacities: Sequence[float]) -> list
             seconds = max(seconds, shared / capacities[link])
         found.append(seconds)
     return found
-
-
-Flow: TypeAlias = tuple[float, float]
-"""A transfer on one link: bytes there per byte on its slowest link, and its bytes/s on that when alone."""
-
-
-def _flows(transfer: Transfer, capacities: Sequence[float]) -> list[tuple[int, Flow]]:
-    """A transfer as the links see it, as `sim.cost.sharing` measures rates."""
-    seconds = [num_bytes / capacities[link] for link, num_bytes in transfer.loads]
-    busiest_s = max(seconds, default=0.0)
-    nearly_s = busiest_s * (1 - 1e-9)
-    size = max(
-        [num_bytes for (_, num_bytes), on_it_s in zip(transfer.loads, seconds, strict=True) if on_it_s >= nearly_s], default=0.0
-    )
-    return [(link, (num_bytes / size, size / busiest_s)) for link, num_bytes in transfer.loads]
-
-
-def _slowing(one: Flow, others: Sequence[Flow], capacity: float) -> float:
-    """How much longer a transfer takes, as a fraction of its time alone, while others are on one of its links all along.
-
-    Rates rise together until the link is full; a flow that is slow for other reasons leaves more to the others.
-    """
-    (share, alone), left, weight = one, capacity, sum(other[0] for other in others) + one[0]
-    if sum(flow[0] * flow[1] for flow in others) + share * alone <= capacity * (1 + 1e-12):
-        return 0.0
-    for other_share, other_alone in sorted(others, key=lambda flow: flow[1]):
-        if other_alone >= left / weight:
-            break
-        left, weight = left - other_share * other_alone, weight - other_share
-    return max(0.0, alone * weight / left - 1)
 
 
 # --- Lanes that are one ----------------------------------------------------------------------------------------------
@@ -404,6 +368,13 @@ class _Folded:
         found = [self._tensor[n][key] for n in numbers if key in self._tensor[n]]
         return [transfer for transfer, _ in found], found[0][1] if found else 0.0
 
+    def parts(self, group: int, instruction: Compute) -> tuple[list[Transfer], list[Transfer]]:
+        """Of the same lanes as `tensor`, the transfers beside one instruction and those after it, with the own constants."""
+        numbers, lane = self.groups[group], self.standing[group]
+        lanes = [lane] if self._alone(lane) else [self.lanes[n] for n in numbers]
+        taken = [work(self.network, self.cost, each, instruction) for each in lanes]
+        return [each.beside for each in taken], [each.after for each in taken]
+
     def collective(self, instruction: Collective, groups: Iterable[int]) -> Transfer:
         """The transfer of a gradient reduction or parameter gather over all lanes of some groups."""
         members = sorted(n for group in groups for n in self.groups[group])
@@ -456,144 +427,8 @@ class _Chain:
     """Of every group: the end of its lane, and of its collectives."""
     period: tuple[int, int, int, int] | None = None
     """Of the stretch that repeats itself: its last end, links of a period, micro-batches of a period, how far back it looks."""
-    meetings: _Meetings | None = None
-    """Found when it is first timed."""
-
-    def ends_s(self, durations: Sequence[float]) -> list[float]:
-        """All ends, in seconds."""
-        ends = [0.0]
-        append = ends.append
-        for i, j, k, l in self.links:  # noqa: E741
-            a = ends[i] + durations[k]
-            b = ends[j] + durations[l]
-            append(a if a > b else b)
-        return ends
-
-    def lengthened_ends_s(self, durations: Sequence[float], further: Sequence[float]) -> list[float]:
-        """All ends, where each link takes some further seconds besides."""
-        ends = [0.0]
-        append = ends.append
-        for (i, j, k, l), more in zip(self.links, further, strict=True):  # noqa: E741
-            a = ends[i] + durations[k]
-            b = ends[j] + durations[l]
-            append((a if a > b else b) + more)
-        return ends
-
-
-class _Meetings:
-    """Which flows can be under way together with which, and what they lose by it. All forms are seen to at once."""
-
-    def __init__(self, chain: _Chain, forms: Sequence[_Form]) -> None:
-        self._links, flows = len(chain.links), {f: np.array(ends) for f, ends in chain.flows.items()}
-        pairs = [(f, g, fraction) for f in flows for g, fraction in forms[f].others if g in flows]
-        self._pairs = len(pairs)
-        self.exchange_links: list[int] = []
-        if not pairs:
-            return
-        places = range(len(pairs))
-        self._ones = _Flows.of(flows, [f for f, _, _ in pairs], places, [fraction for _, _, fraction in pairs])
-        self._beside = np.array([form.beside for form in forms])[self._ones.forms]
-        slowing = [dict(forms[g].others).get(f, 0.0) for f, g, _ in pairs]
-        self._slowing_others = _Flows.of(flows, [f for f, _, _ in pairs], places, slowing).fractions
-        self._others = _Flows.of(flows, [g for _, g, _ in pairs], places)
-        exchanges = [(f, g, fraction) for f, g, fraction in pairs if forms[f].exchange]
-        self._exchanges = list(dict.fromkeys(f for f, _, _ in exchanges))
-        if exchanges:
-            met = [self._exchanges.index(f) for f, _, _ in exchanges]
-            self._slowed = _Flows.of(flows, self._exchanges, range(len(self._exchanges)))
-            self.exchange_links = (self._slowed.ends - 1).tolist()
-            self._slowing = _Flows.of(flows, [g for _, g, _ in exchanges], met, [fraction for _, _, fraction in exchanges])
-
-    def lost_s(self, ends: Sequence[float], wires: Sequence[tuple[float, float]], spare: Sequence[float]) -> list[float] | None:
-        """Seconds that each link of the chain takes longer; None where no flows overlap.
-
-        Of what goes on beside a computation only what outlasts it counts, and puts off what follows the computation. The flows
-        of each pair of forms are laid out one after the other on one axis of time.
-        """
-        if not self._pairs:
-            return None
-        all_ends, all_wires = np.array(ends), np.array(wires)
-        span_s = 2 * float(all_ends.max())
-        begins, until = self._ones.times(all_ends, all_wires, span_s)
-        # Rounding may let a flow begin before the one before it ends.
-        corners = np.maximum.accumulate(np.stack(self._others.times(all_ends, all_wires, span_s), axis=1).ravel())
-        lasts = np.cumsum(corners[1::2] - corners[::2])
-        passed = np.stack([np.concatenate([[0.0], lasts[:-1]]), lasts], axis=1).ravel()
-        least_s, fractions = 1e-14 * self._pairs * span_s + 1e-12 * span_s, self._ones.fractions
-
-        def longer_s(begins: NDArray[np.float64], until: NDArray[np.float64]) -> NDArray[np.float64]:
-            """By how much each is slowed that is under way from when to when alone."""
-            before = np.interp(begins, corners, passed)
-            both_s = np.interp(until, corners, passed) - before
-            # One slowed for longer than the others are under way goes on by itself when these, slowed themselves, have ended.
-            slowed = np.minimum(until + both_s * fractions, (self._ones.places + 1) * span_s)
-            beside_s = (np.interp(slowed, corners, passed) - before) * (1 + self._slowing_others)
-            longer: NDArray[np.float64] = np.minimum(both_s, beside_s / (1 + fractions)) * fractions
-            return np.where(both_s > least_s, longer, 0.0)
-
-        links, longer = self._ones.ends - 1, longer_s(begins, until)
-        if not longer.any():
-            return None
-        beside = self._beside & (longer > 0)
-        if not beside.any():
-            seconds: list[float] = np.bincount(links, longer, self._links).tolist()
-            return seconds
-        outlasting = np.bincount(links[beside], longer[beside], self._links)
-        outlasting[links[beside]] -= np.array(spare)[self._ones.forms[beside]]
-        outlasting = np.maximum(outlasting, 0.0)
-        if outlasting.any():
-            later = np.where(self._beside, 0.0, outlasting[links])
-            longer = longer_s(begins + later, until + later)
-        return list((outlasting + np.bincount(links[~self._beside], longer[~self._beside], self._links)).tolist())
-
-    def followed_s(self, ends: Sequence[float], wires: Sequence[tuple[float, float]], lost_s: Sequence[float]) -> list[float]:
-        """As `lost_s`, with the rates of exchanges followed through time while others, lengthened as they are, come and go."""
-        if not self._exchanges:
-            return list(lost_s)
-        all_ends, all_wires, lost = np.array(ends), np.array(wires), np.array(lost_s)
-        span_s = 4 * float(all_ends.max())
-        begins, until = self._slowing.times(all_ends, all_wires, span_s)
-        changes = np.concatenate([begins - lost[self._slowing.ends - 1], until])
-        order = np.argsort(changes, kind="stable")
-        slowing = np.cumsum(np.concatenate([self._slowing.fractions, -self._slowing.fractions])[order])
-        slowing[slowing < LEAST_SLOWING] = 0.0
-        times = np.concatenate([[-span_s], changes[order], [(len(self._exchanges) + 1) * span_s]])
-        served = np.concatenate([[0.0], np.cumsum(np.diff(times) / np.concatenate([[1.0], 1 + slowing]))])
-        begins, until = self._slowed.times(all_ends, all_wires, span_s)
-        wire_s, begins = until - begins, begins - lost[self._slowed.ends - 1]
-        longer = np.interp(np.interp(begins, times, served) + wire_s, served, times) - begins - wire_s
-        lost[self._slowed.ends - 1] = np.where(longer > 1e-12 * span_s * len(self._exchanges), longer, 0.0)
-        seconds: list[float] = lost.tolist()
-        return seconds
-
-
-class _Flows(NamedTuple):
-    """Flows of some forms, with the place of each on an axis of time, and the fraction by which it is slowed or slows."""
-
-    ends: NDArray[np.int64]
-    forms: NDArray[np.int64]
-    places: NDArray[np.int64]
-    fractions: NDArray[np.float64]
-
-    @classmethod
-    def of(
-        cls, flows: Mapping[int, NDArray[np.int64]], forms: Sequence[int], places: Sequence[int], fractions: Sequence[float] = ()
-    ) -> _Flows:
-        """The flows of forms one after the other."""
-        counts = [len(flows[f]) for f in forms]
-        return cls(
-            np.concatenate([flows[f] for f in forms]),
-            np.repeat(np.array(forms), counts),
-            np.repeat(np.array(places), counts),
-            np.repeat(np.array(fractions or [0.0] * len(forms)), counts),
-        )
-
-    def times(
-        self, ends: NDArray[np.float64], wires: NDArray[np.float64], span_s: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """From when (if alone) to when each is on its links."""
-        until = ends[self.ends] - wires[self.forms, 1] + self.places * span_s
-        return until - wires[self.forms, 0], until
+    course: Course | None = None
+    """Itself as arrays; made when it is first timed."""
 
 
 class _Layout:
@@ -843,6 +678,16 @@ GROUPS = 4
 """With several chunks a stage, what pipelines do seldom repeats itself in fewer groups of `depth` micro-batches than these."""
 
 
+class _WorkSeconds(NamedTuple):
+    """Seconds of computation; of collectives beside it on their links, and of latency; the same of those that follow."""
+
+    computing_s: float
+    beside_s: float = 0.0
+    beside_late_s: float = 0.0
+    after_s: float = 0.0
+    after_late_s: float = 0.0
+
+
 class _Timed:
     """Some work of a lane that stands for others: the number of its duration, and what is known of its collectives."""
 
@@ -862,15 +707,15 @@ class _Timed:
         self.sharing = 1.0
         """How many times longer its collectives take among those of lanes that are one than alone."""
 
-    def seconds(self, network: Network, cost: ComputeCost) -> tuple[float, float, float, float, float]:
-        """Seconds of computation; of collectives beside it on their links, and of latency; the same of those that follow."""
+    def seconds(self, network: Network, cost: ComputeCost) -> _WorkSeconds:
+        """What it takes with these constants."""
         lane, instruction = self.lane, self.instruction
         if isinstance(instruction, OptimizerStep) or not any(self.inner):
-            return computing_s(network, cost, lane, instruction), 0.0, 0.0, 0.0, 0.0
+            return _WorkSeconds(computing_s(network, cost, lane, instruction))
         if self.alone is None:  # several kinds of collectives, which may be on different links
             taken = work(network, cost, lane, instruction, self.inner)
             beside_s, after_s = (self.sharing * network.busiest_s(transfer) for transfer in (taken.beside, taken.after))
-            return taken.seconds, beside_s, taken.beside.latency_s, after_s, taken.after.latency_s
+            return _WorkSeconds(taken.seconds, beside_s, taken.beside.latency_s, after_s, taken.after.latency_s)
         group, wire_s, latency_s = self.alone
         wire_s /= inner_scale(network, cost.stack, self.inner[group])
         alone_s = wire_s + latency_s
@@ -881,7 +726,7 @@ class _Timed:
         wire_s *= self.sharing
         steps_s = ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction))
         after_s, late_s = (1 - share) * wire_s, (1 - share) * latency_s + steps_s
-        return computing_s(network, cost, lane, instruction), share * wire_s, share * latency_s, after_s, late_s
+        return _WorkSeconds(computing_s(network, cost, lane, instruction), share * wire_s, share * latency_s, after_s, late_s)
 
 
 @dataclass
@@ -889,11 +734,13 @@ class _Timing:
     """The seconds of everything with one set of constants."""
 
     durations: list[float]
-    """By number."""
-    wires: list[tuple[float, float]]
-    """By form: seconds on its links, and of latency after them that the ends of its flows in the chain include."""
-    spare: list[float]
-    """By form: seconds that its flows may take longer before anything waits for them."""
+    """By number, as if transfers were alone."""
+    computing_s: list[float]
+    """By number, of work: its computation."""
+    wire_s: list[float]
+    """By form: seconds on its links."""
+    late_s: list[float]
+    """By form: from then until the last byte has arrived, where the ends of its flows in the chain include it."""
     inside: dict[int, float]
     """By number of work: the seconds in which it waits for its collectives."""
 
@@ -924,8 +771,7 @@ class Estimate:
         self.wire_numbers: list[int] = []
         self.latency_numbers: list[int] = []
         self._forms: list[_Form] = []
-        self._members: list[list[Transfer]] = []
-        self._late: list[bool] = []
+        self._routes: Routes | None = None
         self._message_forms: dict[tuple[int, int], int] = {}
         self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], int] = {}
         self._fixed: list[float] = [0.0]
@@ -936,8 +782,6 @@ class Estimate:
         self._depth = max(len(pipeline.stages) for pipeline in plan.pipelines)
         self.contended = False
         """Whether transfers slowed one another in the latest answer; where none did, the simulation says the same."""
-        self.slowing = 0.0
-        """Of the latest answer's seconds the fraction that they did so for."""
         self._first = self._short = self._first_micro_batches()
         self._chain(self._short)
 
@@ -971,11 +815,8 @@ class Estimate:
     def _chain(self, micro_batches: int | None) -> _Chain:
         """The chain of the plan with this number of micro-batches; None: its own."""
         if micro_batches not in self._chains:
-            known = len(self._forms)
             with garbage_collector_paused():
                 self._chains[micro_batches] = _Layout(self, micro_batches).laid_out()
-                if len(self._forms) > known:
-                    self._find_others()
         return self._chains[micro_batches]
 
     def _number(self, seconds: float) -> int:
@@ -1006,10 +847,11 @@ class Estimate:
         if not isinstance(instruction, OptimizerStep):
             transfers, wire_s = self.folded.tensor(g, instruction)
             if transfers and transfers[0].loads:
-                timed.form = self._form(transfers, wire_s, True, frozenset([g]))
                 timed.sharing = wire_s / self.network.busiest_s(transfers[0])
-                if timed.seconds(self.network, self.folded.cost)[1] > 0:
-                    timed.beside_form = self._form(transfers, wire_s, True, frozenset([g]))
+                beside, after = (transfers, transfers) if timed.alone is not None else self.folded.parts(g, instruction)
+                timed.form = self._form(after, wire_s, True, frozenset([g]))
+                if timed.seconds(self.network, self.folded.cost).beside_s > 0:
+                    timed.beside_form = self._form(beside, wire_s, True, frozenset([g]))
                     self._forms[timed.beside_form].beside = True
         return timed
 
@@ -1027,48 +869,16 @@ class Estimate:
         if key not in self._collective_forms:
             transfer = self.folded.collective(instruction, groups)
             seconds = self.network.alone_s(transfer) - transfer.latency_s
-            form = self._form([transfer], seconds, True, frozenset(("exchange", g) for g in groups))
-            self._collective_forms[key], self._forms[form].exchange = form, True
+            self._collective_forms[key] = self._form([transfer], seconds, True, frozenset(("exchange", g) for g in groups))
         return self._collective_forms[key]
 
-    def _form(self, transfers: list[Transfer], wire_s: float, late: bool, streams: frozenset[object]) -> int:
-        """A new form. `late`: the ends of its flows in the chain are those of the last byte's arrival."""
-        form = _Form(transfers[0], wire_s, streams)
+    def _form(self, members: list[Transfer], wire_s: float, late: bool, streams: frozenset[object]) -> int:
+        """The number of a new form; see `_Form`."""
+        form = _Form(members, wire_s, late, streams)
         self._forms.append(form)
-        self._members.append(transfers)
-        self._late.append(late)
         self.wire_numbers.append(self._number(wire_s + (form.latency_s if late else 0.0)))
         self.latency_numbers.append(0 if late or form.latency_s == 0 else self._number(form.latency_s))
         return len(self._forms) - 1
-
-    def _find_others(self) -> None:
-        """Finds which forms can slow which: some of their transfers meet on a link that cannot carry both."""
-        capacities = self.network.capacities()
-        # Forms of the same transfers that stand in the same line are slowed alike.
-        alike: dict[object, list[int]] = {}
-        for f, (form, members) in enumerate(zip(self._forms, self._members, strict=True)):
-            alike.setdefault((form.streams, *map(id, members)), []).append(f)
-        every = {fs[0]: fs for fs in alike.values()}
-        users: dict[int, list[tuple[int, Flow]]] = {}
-        for f in every:
-            for transfer in self._members[f]:
-                for link, flow in _flows(transfer, capacities):
-                    users.setdefault(link, []).append((f, flow))
-        # Most links look like others.
-        looks = dict.fromkeys((capacities[link], tuple(flows)) for link, flows in users.items() if len(flows) > 1)
-        slowing: dict[int, dict[int, float]] = {f: {} for f in every}
-        for capacity, flows in looks:
-            by_form: dict[int, list[Flow]] = {}
-            for f, flow in flows:
-                by_form.setdefault(f, []).append(flow)
-            for f, ones in by_form.items():
-                for g, others in by_form.items():
-                    if g != f and self._forms[f].streams.isdisjoint(self._forms[g].streams):
-                        slowing[f][g] = max(slowing[f].get(g, 0.0), *(_slowing(one, others, capacity) for one in ones))
-        for f, fs in every.items():
-            found = [(g, fraction) for first, fraction in slowing[f].items() if fraction > LEAST_SLOWING for g in every[first]]
-            for each in fs:
-                self._forms[each].others = found
 
     # --- Answers ---
 
@@ -1099,49 +909,51 @@ class Estimate:
     def _timing(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> _Timing:
         """The seconds of everything that has been laid out."""
         cost = self.folded.cost.with_constants(kinds, stack)
-        durations, spare, inside = self._fixed.copy(), [0.0] * len(self._forms), {}
-        wires = [(form.wire_s, form.latency_s if late else 0.0) for form, late in zip(self._forms, self._late, strict=True)]
+        durations, computing_s, inside = self._fixed.copy(), [0.0] * len(self._fixed), {}
+        wire_s = [form.wire_s for form in self._forms]
+        late_s = [form.latency_s if form.late else 0.0 for form in self._forms]
         if stack is not None and stack.collective_scale != self.cluster.stack.collective_scale:
             # The transfers were made with the cluster's stack; their bytes are inversely proportional to the scale.
             scale = self.cluster.stack.collective_scale / stack.collective_scale
             for form in self._collective_forms.values():
-                wire_s, latency_s = wires[form]
-                wires[form] = wire_s * scale, latency_s
-                durations[self.wire_numbers[form]] = wire_s * scale + latency_s
+                wire_s[form] *= scale
+                durations[self.wire_numbers[form]] = wire_s[form] + late_s[form]
         for timed in self._work.values():
-            computing_s, beside_s, beside_latency_s, after_s, latency_s = timed.seconds(self.network, cost)
-            spare_s = computing_s - beside_s - beside_latency_s
-            seconds = computing_s - min(spare_s, 0.0) + after_s + latency_s
-            durations[timed.number], inside[timed.number] = seconds, seconds - computing_s
+            taken = timed.seconds(self.network, cost)
+            before_s = max(taken.computing_s, taken.beside_s + taken.beside_late_s)
+            seconds = before_s + taken.after_s + taken.after_late_s
+            durations[timed.number], inside[timed.number] = seconds, seconds - taken.computing_s
+            computing_s[timed.number] = before_s if timed.beside_form is None else taken.computing_s
             if timed.form is not None:
-                wires[timed.form] = after_s, latency_s
+                wire_s[timed.form], late_s[timed.form] = taken.after_s, taken.after_late_s
             if timed.beside_form is not None:
-                wires[timed.beside_form] = beside_s, seconds - beside_s
-                spare[timed.beside_form] = max(spare_s, 0.0)
+                wire_s[timed.beside_form], late_s[timed.beside_form] = taken.beside_s, taken.beside_late_s
         for (a, b), number in self._sums.items():
             durations[number] = durations[a] + durations[b]
-        return _Timing(durations, wires, spare, inside)
+        return _Timing(durations, computing_s, wire_s, late_s, inside)
 
     def _ends(self, chain: _Chain, timing: _Timing) -> tuple[list[float], list[float] | None]:
         """All ends; and what each link took longer because of others that shared its wires, where any did."""
-        ends, self.slowing = chain.ends_s(timing.durations), 0.0
-        if chain.meetings is None:
-            chain.meetings = _Meetings(chain, self._forms)
-        lost_s = chain.meetings.lost_s(ends, timing.wires, timing.spare)
-        if lost_s is None:
+        from sim.cost import meeting  # who only imports this module need not wait for a compiler
+
+        if self._routes is None or len(self._routes.alone_bytes_per_s) < len(self._forms):
+            forms = self._forms
+            self._routes = meeting.find_routes(
+                [form.members for form in forms], [form.streams for form in forms], self.network.capacities()
+            )
+            for known in self._chains.values():
+                known.course = None
+        if chain.course is None:
+            chain.course = meeting.make_course(chain.links, chain.flows, [form.beside for form in self._forms], self._routes)
+        durations = np.array(timing.durations)
+        ends: list[float] = meeting.plain_ends_s(chain.course.links, durations).tolist()
+        if not chain.course.meet:
             return ends, None
-        alone_s = _last_s(chain, ends)
-        # What is slowed puts off what comes after it, which then meets others, or none.
-        ends = chain.lengthened_ends_s(timing.durations, lost_s)
-        put_off = [0.0, *(end - own_s for end, own_s in zip(ends[1:], lost_s, strict=True))]
-        again_s = chain.meetings.lost_s(put_off, timing.wires, timing.spare) or [0.0] * len(lost_s)
-        for link in chain.meetings.exchange_links:  # these are followed through time below
-            again_s[link] = lost_s[link]
-        ends = chain.lengthened_ends_s(timing.durations, again_s)
-        followed_s = chain.meetings.followed_s(ends, timing.wires, again_s)
-        ends = chain.lengthened_ends_s(timing.durations, followed_s)
-        self.slowing = 1 - alone_s / _last_s(chain, ends)
-        return ends, followed_s
+        computing_s, wire_s, late_s = map(np.array, (timing.computing_s, timing.wire_s, timing.late_s))
+        met_s, further = meeting.met_ends_s(chain.course, self._routes, durations, computing_s, wire_s, late_s)
+        if not (further > LEAST_SLOWING * _last_s(chain, ends)).any():
+            return ends, None
+        return met_s.tolist(), further.tolist()
 
     def _busy(self, answer: _Answer) -> list[float]:
         """Busy seconds of every group's lane."""
@@ -1223,6 +1035,9 @@ class Estimate:
 def _last_s(chain: _Chain, ends: Sequence[float]) -> float:
     return max(ends[end] for last in chain.last for end in last)
 
+
+LEAST_SLOWING = 1e-12
+"""The least part of an iteration by which a transfer must be longer for others to have slowed it; less is rounding."""
 
 SETTLED, SETTLED_SLOWED = 1e-13, 1e-11
 """How far ends may differ from equally much later, as a fraction of the time that has passed; where flows slow each other, what

@@ -815,7 +815,7 @@ def _like_earlier(
 
 
 @compiled
-def _shared(
+def shared_rates(
     count: int, at: Ints, link: Ints, use: Floats, most: Floats, flying: Ints, rate: Floats, left: Floats, load: Floats
 ) -> None:
     """Fills in the max-min fair rates of `count` messages that are `flying`, in parts of those that they have alone.
@@ -875,8 +875,8 @@ def _stand_ins(
 ) -> tuple[Ints, Ints, Ints, Floats]:
     """For which message of the first like pipeline each one counts; where what that uses of links begins in two lists, and these.
 
-    It uses what all that count for it do together, in parts of the link for each level (see `_shared`). Links that only pipelines
-    like earlier ones use do not count.
+    It uses what all that count for it do together, in parts of the link for each level (see `shared_rates`). Links that only
+    pipelines like earlier ones use do not count.
     """
     edges, links = edge_first[len(edge_first) - 1], len(users) - 1
     stands = np.empty(2 * edges, np.int64)
@@ -1122,7 +1122,7 @@ def _courses(
             number = flying[i]
             left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * rate[number])
             since_s[number] = now_s
-        _shared(touched, at, link, use, most, flying, rate, left, load)
+        shared_rates(touched, at, link, use, most, flying, rate, left, load)
         for i in range(touched):
             number = flying[i]
             next_s[number] = now_s + left_s[number] / rate[number]

@@ -26,7 +26,6 @@ from experiments.agreement import (
 from experiments.constants import Constants, parse_constants, read_constants
 from experiments.fidelity import (
     ESTIMATE,
-    SIMULATION,
     Replay,
     check_fit,
     counted_flop,
@@ -224,7 +223,7 @@ def _gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> flo
 
 def test_a_run_is_compared_in_its_time_and_its_memory() -> None:
     time, memory = predict(replace(GPT_22B, peak_mem_gb=10.0))
-    assert (time.quantity, time.measured, time.judge in (ESTIMATE, SIMULATION), time.assumed) == (TIME, 1.0, True, False)
+    assert (time.quantity, time.measured, time.judge, time.assumed) == (TIME, 1.0, ESTIMATE, False)
     assert time.predicted is not None and 0.01 < time.predicted < 1.0
     assert time.relative_error == pytest.approx(time.predicted - 1)
     assert (memory.quantity, memory.measured) == (MEMORY, 10.0)
@@ -320,14 +319,16 @@ def test_a_run_with_a_bad_cell_is_told_although_nothing_else_is_published() -> N
     assert found.note == "not modelled: iter_time_s is a number of at least 0, but got 'soon'"
 
 
-@pytest.mark.parametrize("rate", [25.0, 50.0, 100.0, 200.0])
-def test_estimates_of_slow_networks_stay_near_the_simulation(rate: float) -> None:
-    # Lanes on two nodes each, whose sums meet messages: each is slowed no longer than what slows it lasts.
+@pytest.mark.parametrize(("rate", "within"), [(25.0, 1e-6), (50.0, 5e-3), (100.0, 1e-6), (200.0, 1e-6)])
+def test_predictions_on_slow_networks_are_those_of_the_simulation(rate: float, within: float) -> None:
+    # Lanes on two nodes each, whose sums and collectives of context ranks meet messages. At 50 GB/s who meets whom hangs on the
+    # last digits: the simulation itself changes by 0.3 % when computations take 1e-12 longer or shorter.
     run = next(run for run in read_runs(DATA / "published_runs.csv") if run.id == "dgxc-0230")
-    world = modelled(replace(run, inter_node_GBps_per_node=rate), read_assumptions())
+    slow = replace(run, inter_node_GBps_per_node=rate, iter_time_s=1.0)
+    world = modelled(slow, read_assumptions())
     assert isinstance(world, Modelled)
-    simulated_s = simulate(world.plan, world.cluster).iteration_s
-    assert 0.8 < Estimate(world.plan, world.cluster).iteration_s() / simulated_s < 1.5
+    (found,) = predict(slow)
+    assert found.predicted == pytest.approx(simulate(world.plan, world.cluster).iteration_s, rel=within)
 
 
 def test_a_run_without_its_micro_batch_is_predicted_at_the_best_and_marked() -> None:
@@ -355,12 +356,16 @@ def test_a_replay_checks_memory_where_failures_are_told_to_be_for_memory() -> No
 
 
 def test_an_error_of_ours_is_told_with_its_run_and_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def iteration(plan: Plan, cluster: Cluster, network: Network) -> tuple[float, str]:
-        if plan.global_batch == 16:
-            raise ZeroDivisionError("float division by zero")
-        return 2.0, ESTIMATE
+    class Failing:
+        def __init__(self, plan: Plan, cluster: Cluster, network: Network) -> None:
+            self.plan = plan
 
-    monkeypatch.setattr(fidelity, "iteration", iteration)
+        def iteration_s(self) -> float:
+            if self.plan.global_batch == 16:
+                raise ZeroDivisionError("float division by zero")
+            return 2.0
+
+    monkeypatch.setattr(fidelity, "Estimate", Failing)
     told, _ = replay([GPT_22B, replace(GPT_22B, id="mine-2", global_batch=32)], processes=1)
     assert [(c.id, c.predicted, c.note) for c in told.comparisons] == [
         ("mine-1", None, "not modelled: ZeroDivisionError: float division by zero"),
@@ -368,22 +373,15 @@ def test_an_error_of_ours_is_told_with_its_run_and_spares_the_others(monkeypatch
     ]
 
 
-def test_small_programs_whose_transfers_slow_one_another_are_simulated_and_others_estimated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Where transfers meet the estimate is near the simulation, not equal to it: tests/sim/cost/test_estimate.py.
-    on_bridges = replace(GPT_22B, intra_node_link="PCIe")
-    (simulated,) = predict(on_bridges)
-    monkeypatch.setattr(fidelity, "MOST_SIMULATED", 0)
-    (estimated,) = predict(on_bridges)
-    assert (simulated.judge, estimated.judge) == (SIMULATION, ESTIMATE)
-    assert estimated.predicted == pytest.approx(float(simulated.predicted or 0), rel=1e-2)
-    # On NVSwitch they meet, too, but lose a six-thousandth of the time.
-    monkeypatch.undo()
-    (hardly,) = predict(GPT_22B)
-    world = modelled(GPT_22B, read_assumptions())
-    assert isinstance(world, Modelled) and hardly.judge == ESTIMATE
-    assert hardly.predicted == pytest.approx(simulate(world.plan, world.cluster).iteration_s, rel=1e-6)
+@pytest.mark.parametrize("intra", ["NVLink3", "PCIe"])
+def test_runs_whose_transfers_meet_are_predicted_as_they_are_simulated(intra: str) -> None:
+    run = replace(GPT_22B, intra_node_link=intra)
+    world = modelled(run, read_assumptions())
+    (found,) = predict(run)
+    assert isinstance(world, Modelled) and found.judge == ESTIMATE
+    assert found.predicted == pytest.approx(simulate(world.plan, world.cluster).iteration_s, rel=1e-6)
+    estimate = Estimate(world.plan, world.cluster)
+    assert estimate.iteration_s() and estimate.contended
 
 
 def test_the_file_has_all_rows_and_tells_runs_of_the_fit_apart() -> None:

@@ -67,34 +67,20 @@ def one_layer_pipeline(depth: int) -> list[Stage]:
 # --- Agreement -------------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """Whether any transfer of a simulation of every lane went slower than alone; one that stands for several is never alone."""
+def nearly(estimate: Estimate) -> float:
+    """How far, as a fraction, an estimate may be from the simulation: where lanes that are one may have met different others.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.contended = False
-        flows = sim.engine._Flows
-        rates = flows._rates
-
-        def watched(this: sim.engine._Flows, under_way: list[sim.engine._Flow]) -> list[float]:
-            found = rates(this, under_way)
-            for flow, rate in zip(under_way, found, strict=True):
-                if rate < flow.route.alone_bytes_per_s * (1 - 1e-9):
-                    self.contended = True
-            return found
-
-        patch.setattr(flows, "_rates", watched)
+    Of 2,015 worlds in which transfers met, one kind was wrong, by 0.03 %.
+    """
+    return 1e-2 if estimate.contended and any(len(lanes) > 1 for lanes in estimate.alike) else 1e-9
 
 
 @given(world=worlds())
-def test_where_nothing_is_contended_it_is_the_simulation(world: tuple[Cluster, Plan]) -> None:
+def test_it_is_the_simulation(world: tuple[Cluster, Plan]) -> None:
     cluster, plan = world
-    with pytest.MonkeyPatch.context() as patch:
-        watched = Watched(patch)
-        simulated_s = simulate_every_lane(plan, cluster).iteration_s
     estimate = Estimate(plan, cluster)
     estimated_s = estimate.iteration_s()
-    # Of 471 contended worlds of this kind one in ten was wrong by more than 0.15 %, the worst by 5 %.
-    assert estimated_s == pytest.approx(simulated_s, rel=0.2 if watched.contended and estimate.contended else 1e-9)
+    assert estimated_s == pytest.approx(simulate_every_lane(plan, cluster).iteration_s, rel=nearly(estimate))
 
 
 @given(world=worlds())
@@ -243,7 +229,7 @@ def test_messages_that_meet_collectives_beside_the_computation_are_slowed(
     chosen = Plan("box", llama, 2048, 12 * len(pipelines), pipelines, precision="bf16", sequence_parallel=True, zero_stage=0)
     estimate = Estimate(chosen, cluster)
     assert estimate.iteration_s() == pytest.approx(simulate_every_lane(chosen, cluster).iteration_s, rel=1e-9)
-    assert estimate.contended and 0 < estimate.slowing < 1e-3
+    assert estimate.contended
 
 
 # --- Sharing by hand -------------------------------------------------------------------------------------------------
