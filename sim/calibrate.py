@@ -33,12 +33,12 @@ from sim.cost.collectives import between_lanes, collective, ring_exchange
 from sim.cost.compute import ComputeCost
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
-from sim.cost.network import Network, link_names
+from sim.cost.network import Network
 from sim.cost.traffic import message, switch_owners, work
 from sim.engine import simulate
 from sim.prepared import SpanKey
 from sim.spec.bench import Bench, LinkMeasurement
-from sim.spec.cluster import Calibration, Cluster, LinkOverride
+from sim.spec.cluster import Calibration, Cluster, LinkOverride, link_names
 from sim.spec.compile import compile_plan
 from sim.spec.gpu import SPEEDS, GpuKind, is_cpu
 from sim.spec.plan import Plan

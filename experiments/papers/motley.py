@@ -38,8 +38,8 @@ from partition.planners.megatron import shapes
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import plan as search_plan
-from sim.cost.network import Network, link_names
-from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, read_cluster
+from sim.cost.network import Network
+from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, link_names, read_cluster
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage, read_plan
 from sim.spec.reading import write_file

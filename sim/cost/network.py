@@ -73,10 +73,6 @@ class Network:
         self._cards: set[int] = set()
         """The links of NICs, one of which every path between nodes crosses on each side."""
         self._overrides: Mapping[str, LinkOverride] = {link.name: link for link in cluster.link_overrides}
-        known = link_names(cluster) if self._overrides else set()
-        for name in self._overrides:
-            if name not in known:
-                raise InputError(f"cluster {cluster.name!r}: links: there is no link {name!r}{nearest(name, known)}")
         self.unit_transfers: dict[Hashable, Transfer] = {}
         """Transfers of one byte that grow in proportion, kept for the next use of the same devices."""
         self.options: dict[Hashable, tuple[Option, ...]] = {}
@@ -319,31 +315,6 @@ def scaled(transfer: Transfer, num_bytes: float, count: int = 1, latency_s: floa
 def _protocol(a: Nic, b: Nic) -> str:
     """What two NICs speak: their common kind, or TCP over Ethernet where they have none."""
     return a.kind if a.kind == b.kind else "ethernet"
-
-
-def link_names(cluster: Cluster) -> set[str]:
-    """The names of all links that paths of a cluster may cross."""
-    found: set[str] = set()
-    matrix = cluster.bandwidth_matrix
-    for node in cluster.nodes:
-        medium = "nvlink" if node.intra.is_nvlink else "pcie"
-        for index in range(node.gpus):
-            found |= {f"{node.name}/{index}>{medium}", f"{medium}>{node.name}/{index}"}
-        if not node.intra.is_nvlink:
-            for number in range(math.ceil(node.gpus / node.intra.gpus_per_switch)):
-                found |= {f"{node.name}/switch{number}>host", f"{node.name}/host>switch{number}"}
-            found |= {f"{node.name}/socket{a}>socket{b}" for a, b in permutations(range(node.intra.sockets), 2)}
-        if node.nic is not None:
-            cards = [f"nic{number}" for number in range(node.nic.count)]
-            cards += ["ethernet"] if node.nic.ethernet_bytes_per_s is not None else []
-            found |= {name for card in cards for name in (f"{node.name}/{card}>fabric", f"fabric>{node.name}/{card}")}
-        if cluster.fabric.oversubscription > 1:
-            found |= {f"{rack_name(node)}>core", f"core>{rack_name(node)}"}
-    for a, b in (wan.between for wan in cluster.wan):
-        found |= {f"site:{a}>site:{b}", f"site:{b}>site:{a}"}
-    if matrix is not None:
-        found |= {f"{a}=>{b}" for a, b in permutations(matrix.names, 2)}
-    return found
 
 
 def _switch(device: Device) -> int:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import permutations
 from pathlib import Path
 
 from sim.spec.gpu import CONSTANTS, SPEEDS, GpuKind, at_speed, catalogue, fold, gpu_kind, read_gpu_kind
@@ -272,6 +273,11 @@ class Cluster:
                 raise InputError(
                     f"cluster {self.name!r}: devices: a speed is from {SPEEDS[0]:g} to {SPEEDS[1]:g}, but {name!r} has {speed!r}"
                 )
+        known_links = link_names(self) if self.link_overrides else set()
+        for override in self.link_overrides:
+            if override.name not in known_links:
+                near = nearest(override.name, known_links)
+                raise InputError(f"cluster {self.name!r}: links: there is no link {override.name!r}{near}")
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -349,6 +355,31 @@ def rack_name(node: Node) -> str:
     if node.rack is None:
         return node.name
     return f"rack:{node.rack}" + (f"@{node.site}" if node.site else "")
+
+
+def link_names(cluster: Cluster) -> set[str]:
+    """The names of all links that paths of a cluster may cross."""
+    found: set[str] = set()
+    matrix = cluster.bandwidth_matrix
+    for node in cluster.nodes:
+        medium = "nvlink" if node.intra.is_nvlink else "pcie"
+        for index in range(node.gpus):
+            found |= {f"{node.name}/{index}>{medium}", f"{medium}>{node.name}/{index}"}
+        if not node.intra.is_nvlink:
+            for number in range(math.ceil(node.gpus / node.intra.gpus_per_switch)):
+                found |= {f"{node.name}/switch{number}>host", f"{node.name}/host>switch{number}"}
+            found |= {f"{node.name}/socket{a}>socket{b}" for a, b in permutations(range(node.intra.sockets), 2)}
+        if node.nic is not None:
+            cards = [f"nic{number}" for number in range(node.nic.count)]
+            cards += ["ethernet"] if node.nic.ethernet_bytes_per_s is not None else []
+            found |= {name for card in cards for name in (f"{node.name}/{card}>fabric", f"fabric>{node.name}/{card}")}
+        if cluster.fabric.oversubscription > 1:
+            found |= {f"{rack_name(node)}>core", f"core>{rack_name(node)}"}
+    for a, b in (wan.between for wan in cluster.wan):
+        found |= {f"site:{a}>site:{b}", f"site:{b}>site:{a}"}
+    if matrix is not None:
+        found |= {f"{a}=>{b}" for a, b in permutations(matrix.names, 2)}
+    return found
 
 
 def _places(nodes: Iterable[Node]) -> set[str]:

@@ -13,9 +13,8 @@ import pytest
 import sim.critical
 import sim.prepared
 from experiments.explain import Effect, Explanation, explain, link_class, one_more, with_one_more
-from sim.cost.network import link_names
 from sim.engine import simulate
-from sim.spec.cluster import BandwidthMatrix, Cluster, read_cluster
+from sim.spec.cluster import BandwidthMatrix, Cluster, link_names, read_cluster
 from sim.spec.plan import Plan, read_plan
 from sim.spec.reading import InputError
 from tests.experiments.conftest import TINY_PLAN, Ran, World

@@ -67,11 +67,6 @@ def test_a_card_may_have_a_latency_of_its_own() -> None:
     assert network.path("large-1/0", "large-0/0").latency_s == pytest.approx(0.2e-3, rel=1e-12)
 
 
-def test_a_link_that_is_not_there_is_told_with_the_nearest_name() -> None:
-    with pytest.raises(InputError, match="there is no link 'large-0/nic1>fabric'; did you mean large-0/nic0>fabric"):
-        Network(replace(MIXED, link_overrides=(LinkOverride("large-0/nic1>fabric", 1.0),)))
-
-
 def test_a_device_that_is_not_there_has_no_speed() -> None:
     with pytest.raises(InputError, match="devices: 'large-0/2' is not in it"):
         replace(MIXED, device_speeds=(("large-0/2", 1.1),))

@@ -535,6 +535,14 @@ def test_a_mistake_in_a_matrix_is_told_in_one_line(tmp_path: Path, csv: str, err
     assert nodes_refused(tmp_path, *TWO, rest=MATRIX) == f"m.csv: {error}"
 
 
+def test_a_link_that_is_not_there_is_told_with_its_file_and_the_nearest_name(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    text = (EXAMPLES / "hexiscale-mixed-b.yaml").read_text(encoding="utf-8")
+    file.write_text(text + "links:\n  a6000-0/nic7>fabric: {bandwidth: 1 GB/s}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"cluster.yaml: cluster .*: there is no link .a6000-0/nic7>fabric.; did you mean"):
+        read_cluster(file)
+
+
 def test_a_cluster_s_name_has_no_slash_for_it_becomes_part_of_file_names(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("name: a/b\nnodes: [{name: n, gpu: RTX4090, gpus: 1, intra: pcie4}]\n")
