@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from run import machine
 from searches import read_rows
 
 from experiments.commands.options import budget_s
@@ -228,8 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"arena: {error}", file=sys.stderr)
         return 2
-    from run import machine  # imports torch, which the searches do not need
-
     rows = read_rows(given.out / "arena.csv")
     text = report(rows, given.champion)
     budgets = " or ".join(sorted({f"{float(entry['budget_s']):g} s" for entry in rows if entry["budget_s"]}))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from run import machine
 from searches import Row, searched, seconds
 
 from experiments.commands.options import budget_s
@@ -68,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     asked = list(cells(budget_s(given.budget)))
     rows = searched(asked, given.out / "bound-gap.csv", given.again, row, lambda cell, _: print(cell.cluster.name, flush=True))
-    from run import machine  # imports torch, which the searches do not need
-
     head = f"{'cluster':20s} {'model':12s} {'iteration s':>11s} {'bound s':>8s} {'gap %':>6s}"
     alike = f"{'alike s':>9s} {'gap %':>6s}"
     text = f"motley, {given.budget} of search, seed 0, batch {BATCH}, sequence {LENGTH}; the gap is 1 - bound / iteration.\n"

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+from run import machine
+
 from experiments.calibration import error_rows, figure, sentences, warnings
 from sim.calibrate import Calibrated, calibrate, chosen_fitting, observed
 from sim.engine import simulate
@@ -51,8 +53,6 @@ Stages: TypeAlias = Sequence[tuple[list[str], int, int, str]]
 
 def main() -> None:
     """Nothing; see the head of the file."""
-    from run import machine  # imports torch, which the fits do not need
-
     parser = argparse.ArgumentParser(description="Calibrates on half of the plans that ran, and tells of the other half.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--runs", type=Path, help="the folder of runs on the testbed")

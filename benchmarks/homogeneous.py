@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from run import machine
 from searches import Row, searched, seconds
 
 from experiments.comparison import Cell, row, run_cell
@@ -92,8 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="search anew what stands in homogeneous.csv")
     given = parser.parse_args(arguments)
     rows = searched(list(cells()), given.out / "homogeneous.csv", given.again, lambda cell: row(run_cell(cell)), _tell)
-    from run import machine  # imports torch, which the searches do not need
-
     text = report(rows)
     write_file(given.out / "homogeneous.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)

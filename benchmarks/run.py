@@ -19,9 +19,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from training import gpu_training, interpreter_overhead
-
 from partition import plan as search_plan
 from sim.engine import simulate
 from sim.metrics import report
@@ -135,6 +132,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--simulate"]:
         print(simulate_once(int(sys.argv[2])))
         return
+    import torch  # not above: what simulates counts its memory, and others import this module
+    from training import gpu_training, interpreter_overhead
+
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     tables = {"simulation-speed": simulation_speed, "planning-speed": planning_speed, "training-overhead": interpreter_overhead}

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from run import machine
 from searches import Row, read_rows, searched, seconds
 
 from experiments.comparison import Cell, cell_digest, row, run_cell
@@ -110,8 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     long = [entry for entry in long_cells() if not given.skip_long or (not given.again and cell_digest(entry[1]) in known)]
     places = [*cells(given.seeds), *long]
     rows = searched([cell for _, cell in places], table, given.again, lambda cell: row(run_cell(cell)), _tell)
-    from run import machine  # imports torch, which the searches do not need
-
     text = report([(place, cell, entry) for (place, cell), entry in zip(places, rows, strict=True)])
     write_file(given.out / "search-time.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sim.spec.cluster import Calibration, Cluster, LinkOverride, cluster_yaml, read_cluster
+from sim.spec.cluster import (
+    Calibration,
+    Cluster,
+    Intra,
+    LinkOverride,
+    Nic,
+    Node,
+    WideAreaLink,
+    cluster_yaml,
+    link_names,
+    read_cluster,
+)
+from sim.spec.gpu import gpu_kind
 from sim.spec.reading import InputError
 
 EXAMPLES = sorted(
@@ -31,6 +43,17 @@ def test_every_example_is_read_back_equal(path: Path, tmp_path: Path) -> None:
     assert read_back(cluster, tmp_path) == cluster
 
 
+def test_links_between_sites_whose_names_mean_something_in_yaml_are_read_back(tmp_path: Path) -> None:
+    nic = Nic("ethernet", 1e9)
+    nodes = tuple(
+        Node(f"n{i}", gpu_kind("T4"), 1, Intra("pcie3", 1e10, host_bandwidth_bytes_per_s=1e10), nic, site)
+        for i, site in enumerate(("a b", ": c #"))
+    )
+    wan = (WideAreaLink(("a b", ": c #"), 1e8, 1e-3),)
+    cluster = Cluster("far", nodes, wan=wan, link_overrides=(LinkOverride("site:a b>site:: c #", 1e9 / 7),))
+    assert read_back(cluster, tmp_path) == cluster
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_calibrated_constants_are_read_back_to_the_last_bit(path: Path, tmp_path: Path) -> None:
     cluster = read_cluster(path)
@@ -38,13 +61,14 @@ def test_calibrated_constants_are_read_back_to_the_last_bit(path: Path, tmp_path
         node.gpu: replace(node.gpu, speed=1.1 / 3, efficiency=replace(node.gpu.efficiency, launch_s=1e-5 / 7))
         for node in cluster.nodes
     }
+    names = sorted(link_names(cluster))
     calibrated = replace(
         cluster,
         nodes=tuple(replace(node, gpu=kinds[node.gpu], intra=replace(node.intra, latency_s=1e-4 / 3)) for node in cluster.nodes),
         fabric=replace(cluster.fabric, start_s=1e-3 / 7, protocol_efficiency=(("ethernet", 2 / 3),)),
         stack=replace(cluster.stack, name="own", micro_batch_s=1e-3 / 7, overlap_slowdown=0.1),
         device_speeds=((cluster.devices[0].name, 1 / 3),),
-        link_overrides=(LinkOverride("site:a b>site: c", 1e9 / 7), LinkOverride("null", None, 1e-5 / 3)),
+        link_overrides=(LinkOverride(names[0], 1e9 / 7), LinkOverride(names[-1], None, 1e-5 / 3)),
         calibration=Calibration(("a: b.json", "c.json"), "paced", 12, 0.1, 0.02, 0.9, -0.03, 0.04, ("fabric.start",)),
     )
     assert read_back(calibrated, tmp_path) == calibrated
