@@ -133,7 +133,7 @@ def ended(process: subprocess.Popen[str], workers: list[int]) -> tuple[int, str]
     return process.returncode, errors
 
 
-WAITED = r"a/0 \(lane p0s0, step \d+\): (waited in R\S+ for lane p0s1 \(a/1\)|in \S+): "
+WAITED = r"a/0 \(lane p0s0, step \d+\): (waited in \S+ for lane p0s1 \(a/1\)|in \S+): "  # in a receive, or the norm of a step
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_one_line_that_names_it(runs: Runs) -> None:
