@@ -54,10 +54,10 @@ def row(cell: Cell) -> Row:
     bound = lower_bound(cell.cluster, cell.job)
     found: Row = {"cluster": cell.cluster.name, "model": cell.job.model.name}
     if outcome.plan is None or outcome.cost is None or not isinstance(bound, Bound):
-        return found | dict.fromkeys(("gradients", "iteration_s", *(f"{cause}_s" for cause in CAUSES)))
+        return found | dict.fromkeys(("iteration_s", *(f"{cause}_s" for cause in CAUSES)))
     iteration_s, parts = outcome.cost.iteration_s, asdict(gap(bound, simulate(outcome.plan, cell.cluster), cell.cluster))
     spent = {f"{cause}_s": iteration_s * parts[cause] + getattr(bound, f"{cause}_s") for cause in CAUSES}
-    return {**found, "gradients": outcome.plan.gradient_precision, "iteration_s": iteration_s, **spent}
+    return {**found, "iteration_s": iteration_s, **spent}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,11 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = list(cells(budget_s(given.budget)))
     rows = searched(asked, given.out / "bound-gap.csv", given.again, row, lambda cell, _: print(cell.cluster.name, flush=True))
     head = f"{'cluster':20s} {'model':12s} {'iteration s':>11s} {'bound s':>8s} {'gap %':>6s}"
-    alike = f"{'alike s':>9s} {'gap %':>6s}"
     text = f"motley, {given.budget} of search, seed 0, batch {BATCH}, sequence {LENGTH}; the gap is 1 - bound / iteration.\n"
-    text += "The bound is of all plans, `alike` of those that sum gradients in the precision in which the plan does (fp32).\n"
+    text += "Gradients are summed in fp32.\n"
     text += "Bounds are computed anew for plans that were found before, whose seconds stand in bound-gap.csv.\n\n"
-    text += head + "".join(f"{cause + ' %':>12s}" for cause in CAUSES) + alike + "\n"
+    text += head + "".join(f"{cause + ' %':>12s}" for cause in CAUSES) + "\n"
     text += "\n".join(line(cell, entry) for cell, entry in zip(asked, rows, strict=True)) + "\n"
     write_file(given.out / "bound-gap.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)
@@ -86,12 +85,9 @@ def line(cell: Cell, entry: Row) -> str:
     bound = lower_bound(cell.cluster, cell.job)
     if math.isinf(iteration_s) or not isinstance(bound, Bound):
         return f"{start} no plan"
-    alike = lower_bound(cell.cluster, cell.job, str(entry["gradients"]))
-    assert isinstance(alike, Bound)  # there is a plan
     lost = [float(entry[f"{cause}_s"]) - getattr(bound, f"{cause}_s") for cause in CAUSES]
     split = "".join(f"{100 * part / iteration_s:12.1f}" for part in lost)
-    gaps = [f"{found.iteration_s:8.2f} {100 * (1 - found.iteration_s / iteration_s):6.1f}" for found in (bound, alike)]
-    return f"{start}{iteration_s:11.2f} {gaps[0]}{split} {gaps[1]}"
+    return f"{start}{iteration_s:11.2f} {bound.iteration_s:8.2f} {100 * (1 - bound.iteration_s / iteration_s):6.1f}{split}"
 
 
 if __name__ == "__main__":

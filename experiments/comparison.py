@@ -224,9 +224,9 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
-    # Speed goes without saying, as it did before there were other objectives.
+    # Speed and gradients in fp32 go without saying, as they did before there was anything else.
     told = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
-    others = [repr(getattr(cell, name)) for name in told]
+    others = [repr(getattr(cell, name)).replace(", gradient_precision='fp32'", "") for name in told]
     return sha256(" ".join([VERSION, _cluster_text(cell.cluster), *others]).encode()).hexdigest()[:16]
 
 

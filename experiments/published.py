@@ -20,8 +20,8 @@ from typing import Any
 from sim.spec.cluster import INTRA_KINDS, MOST_GPUS, NIC_KINDS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.counts import RECOMPUTE, head_forward_flop, layer_forward_flop
 from sim.spec.gpu import PRECISIONS, GpuKind, gpu_kind
-from sim.spec.job import OPTIMIZERS
-from sim.spec.plan import GRADIENT_PRECISIONS, SCHEDULES, ZERO_STAGES, LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.job import GRADIENT_PRECISIONS, OPTIMIZERS
+from sim.spec.plan import SCHEDULES, ZERO_STAGES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError, Table, nearest, parse_json, read_text, read_yaml
 from sim.spec.stack import stack
 from sim.spec.transformer import Moe, Transformer

@@ -146,6 +146,7 @@ _INPUTS: Mapping[str, _Column] = {
     "sequence_length": _Column("sequence, tokens", form=",d"),
     "global_batch": _Column("global batch", form=",d"),
     "precision": _Column("precision"),
+    "gradient_precision": _Column("gradients"),
     "optimizer": _Column("optimizer"),
     "zero_stage": _Column("ZeRO"),
     "sequence_parallel": _Column("sequence parallel"),

@@ -107,7 +107,7 @@ def plan_title(plan: Plan) -> str:
     facts = [
         f"{plan.transformer.name} on {plan.cluster}",
         f"{plan.global_batch} x {plan.sequence_length} tokens",
-        plan.precision,
+        plan.job().precisions,
         plan.schedule,
         f"ZeRO {plan.zero_stage}",
     ]

@@ -1,8 +1,8 @@
 """A proven lower bound on the seconds of one iteration, over every plan that a cluster and a job allow, and the gap of a plan.
 
 The bound holds for the simulated time, without jitter, of each plan that fits in memory: any part of the GPUs, any pipelines,
-stages, cuts, replicas, degrees, micro-batches, schedule, ZeRO stage and recomputation, any precision of gradients, optimizer in
-the host's memory or not. It asks of everything what no plan can do without; the fastest plan may be slower.
+stages, cuts, replicas, degrees, micro-batches, schedule, ZeRO stage and recomputation, optimizer in the host's memory or not. It
+asks of everything what no plan can do without; the fastest plan may be slower.
 
 Compute. A lane of n GPUs that computes for s seconds spends n s GPU-seconds, and its slowest GPU decides s. Shared out equally
 over them, a sequence's forward and backward through one layer so cost a GPU of kind k at least w_k: what a single GPU takes for
@@ -93,9 +93,7 @@ from sim.spec.counts import (
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
 from sim.spec.judge import Infeasible
-from sim.spec.plan import GRADIENT_PRECISIONS
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, OptimizerStep
-from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 from sim.spec.transformer import Transformer
 
@@ -232,17 +230,10 @@ def _through_s(piece: PieceSeconds) -> float:
 # --- The bound -------------------------------------------------------------------------------------------------------
 
 
-def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = None) -> Bound | Infeasible:
-    """The least seconds that an iteration of any plan takes, or why there can be no plan; see the head of this file.
-
-    With a gradient precision it is that of the plans that sum gradients so: it decides what the job computes, as the job's own
-    precision does, and few planners choose it. Raises InputError for one that a plan cannot have.
-    """
-    if gradient_precision not in (None, *GRADIENT_PRECISIONS):
-        raise InputError(f"gradient_precision is one of {', '.join(GRADIENT_PRECISIONS)}, but got {gradient_precision!r}")
+def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
+    """The least seconds that an iteration of any plan of a job takes, or why there can be none; see the head of this file."""
     model, batch = job.model, job.global_batch
-    gradients = (gradient_precision,) if gradient_precision is not None else GRADIENT_PRECISIONS
-    element_bytes, summed_bytes = PRECISION_BYTES[job.precision], min(PRECISION_BYTES[name] for name in gradients)
+    element_bytes, summed_bytes = PRECISION_BYTES[job.precision], PRECISION_BYTES[job.gradient_precision]
     counts = Counter(device.gpu for device in cluster.devices if device.gpu.peak(job.precision) is not None)
     if not counts:
         return Infeasible(None, "precision", None, None, f"no GPU of cluster {cluster.name!r} has {job.precision}")
@@ -253,7 +244,7 @@ def lower_bound(cluster: Cluster, job: Job, gradient_precision: str | None = Non
     once_s = cluster.stack.step_s
     rate = sum(count / kinds[kind].layer_s for kind, count in counts.items())
     ends = [seconds.ends_s / seconds.layer_s for seconds in kinds.values()]
-    stepped_bytes = _stepped_parameters(model) * min(optimizer_bytes(job.precision, name, job.optimizer) for name in gradients)
+    stepped_bytes = _stepped_parameters(model) * optimizer_bytes(job.precision, job.gradient_precision, job.optimizer)
     step = min(_step_s(cluster, job, kind, stepped_bytes) / seconds.layer_s for kind, seconds in kinds.items())
     work = batch * (model.layers + min(ends))
     compute_s = once_s + (work + step) / rate

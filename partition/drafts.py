@@ -66,6 +66,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         global_batch=job.global_batch,
         pipelines=draft,
         precision=job.precision,
+        gradient_precision=job.gradient_precision,
         schedule=settings.schedule,
         zero_stage=settings.zero_stage,
         sequence_parallel=settings.sequence_parallel,

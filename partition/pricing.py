@@ -53,7 +53,6 @@ Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
 Exchange: TypeAlias = tuple[float, float, tuple[tuple[object, float], ...]]
 """Seconds of an exchange of gradients, of the gather of parameters after it, and those that the former keeps each link busy."""
 
-GRADIENT_BYTES = PRECISION_BYTES["fp32"]
 ROUNDS = 3
 """How often the price is corrected for the contention that follows from it."""
 MOST_COURSES, MOST_EXCHANGES = 20_000, 100_000
@@ -220,6 +219,7 @@ class Pricing:
                         global_batch=micro_batch,
                         pipelines=(Pipeline(micro_batch, 1, (stage(devices, (0, 1), micro_batch, mode),)),),
                         precision=self.job.precision,
+                        gradient_precision=self.job.gradient_precision,
                         sequence_parallel=settings.sequence_parallel,
                     ),
                     self.cluster,
@@ -276,7 +276,7 @@ class Pricing:
                 first, last, dividing = s == 0, s == len(stages) - 1, copies if settings.zero_stage else 1
                 own = updated_parameters(job, len(devices), layers, first, last, dividing)
                 node = self.cluster.device(devices[0]).node
-                longest_s = max(longest_s, host_step_s(node, own, job.precision, "fp32", job.optimizer))
+                longest_s = max(longest_s, host_step_s(node, own, job.precision, job.gradient_precision, job.optimizer))
         return longest_s
 
     def message(self, sender: Devices, receiver: Devices, settings: Settings) -> Message:
@@ -427,7 +427,7 @@ class Pricing:
         floor_s = max(loads.values(), default=0.0)
         reduced_s = max(reduced_s, first_s + floor_s) if loads else reduced_s
         # A gather puts as many elements on the same links as the reduce-scatter did.
-        floor_s *= element_bytes / GRADIENT_BYTES if settings.zero_stage else 0.0
+        floor_s *= element_bytes / PRECISION_BYTES[self.job.gradient_precision] if settings.zero_stage else 0.0
         return reduced_s + max(floor_s, max(gathering.values(), default=0.0))
 
     def exchange_s(self, lanes: tuple[Devices, ...], parameters: int) -> tuple[float, float]:
@@ -451,7 +451,7 @@ class Pricing:
         found = self._exchanges.get(key)
         if found is None:
             network = self.network
-            transfer = across_lanes(network, reduce, likened, parameters * GRADIENT_BYTES)
+            transfer = across_lanes(network, reduce, likened, parameters * PRECISION_BYTES[self.job.gradient_precision])
             gather_s = 0.0
             if reduce == "reduce_scatter":
                 num_bytes = parameters * PRECISION_BYTES[self.job.precision]

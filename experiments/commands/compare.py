@@ -12,6 +12,7 @@ import typer
 from experiments.commands.options import (
     Budget,
     GlobalBatch,
+    GradientPrecision,
     JudgeName,
     ModelName,
     ObjectiveName,
@@ -101,6 +102,7 @@ def compare(
     more_clusters: MoreClusterFiles = None,
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
+    gradient_precision: GradientPrecision = "fp32",
     stack: StackName = None,
     planners: PlannerNames = "all",
     judge: JudgeName = "simulate",
@@ -141,7 +143,7 @@ def compare(
         check_folder("--out", out)
     files = outputs({"--json": json_file}, inputs=paths)
     places = [on_stack(place, stack) for place in read_clusters(paths)]
-    job = read_job(model, global_batch, sequence_length, precision)
+    job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     chosen = range(seeds) if seeds is not None else [seed or 0]
     behind = [file for place in places for file in files_behind(place, model)]
     files.spare(behind)
@@ -234,13 +236,13 @@ def _draw(outcomes: Sequence[Outcome], path: Path) -> Path | None:
     job = outcomes[0].cell.job
     places = dict.fromkeys(outcome.cell.cluster for outcome in outcomes if outcome.plan is not None)
     panels = [panel(place.name, [o for o in outcomes if o.cell.cluster == place]) for place in places]
-    title = f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}"
+    title = f"{job.model.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precisions}"
     return draw_quality(panels, path, title, objective=outcomes[0].cell.objective)
 
 
 def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files: Outputs) -> None:
     """Nothing; prints the ranking on one cluster, and why planners found nothing."""
-    title = f"{job.model.name} on {cluster.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precision}"
+    title = f"{job.model.name} on {cluster.name}, {job.global_batch} x {job.sequence_length} tokens, {job.precisions}"
     seeds = len({outcome.cell.seed for outcome in outcomes})
     if seeds > 1:
         title += f"; medians of {seeds} seeds, and the range of the first figure"

@@ -18,6 +18,7 @@ from experiments.commands.options import (
     Budget,
     ClusterFile,
     GlobalBatch,
+    GradientPrecision,
     ModelName,
     Precision,
     Seed,
@@ -71,6 +72,7 @@ def loop(
     ],
     sequence_length: SequenceLength = None,
     precision: Precision = "fp32",
+    gradient_precision: GradientPrecision = "fp32",
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="What each worker computes on: cpu or cuda.")] = "cpu",
     devices: Annotated[str, typer.Option("--devices", metavar="NAME", help="real, or paced: as motley run.")] = "real",
     paced_as: Annotated[
@@ -115,7 +117,7 @@ def loop(
     check_folder("--out", out)
     first = read_cluster(cluster)
     truth = read_cluster(paced_as) if paced_as is not None else first
-    job = read_job(model, global_batch, sequence_length, precision)
+    job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     if testbed is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as motley run
     with needing_torch("loop"):

@@ -15,7 +15,7 @@ import typer
 from partition.objective import OBJECTIVES, Objective
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
-from sim.spec.job import Job
+from sim.spec.job import GRADIENT_PRECISIONS, Job
 from sim.spec.reading import InputError, quantity
 from sim.spec.stack import stack as stack_named
 from sim.spec.transformer import Transformer, model_file, transformer
@@ -84,6 +84,15 @@ SequenceLength = Annotated[
     ),
 ]
 Precision = Annotated[str, typer.Option("--precision", metavar="NAME", help=f"One of {', '.join(PRECISIONS)}.")]
+GradientPrecision = Annotated[
+    str,
+    typer.Option(
+        "--gradient-precision",
+        metavar="NAME",
+        help=f"In which gradients are accumulated and summed, one of {', '.join(GRADIENT_PRECISIONS)}: bf16 takes half the "
+        "bytes, and rounds.",
+    ),
+]
 ObjectiveName = Annotated[
     str,
     typer.Option(
@@ -172,11 +181,11 @@ def read_objective(
     return Objective(name, min_tokens_per_s, hourly, per_billion)
 
 
-def read_job(model: str, global_batch: int, sequence_length: int | None, precision: str) -> Job:
+def read_job(model: str, global_batch: int, sequence_length: int | None, precision: str, gradient_precision: str = "fp32") -> Job:
     """The job that the options describe. Raises InputError for a model that is not there, and what does not fit it."""
     shape = transformer(model)
     tokens = default_sequence_length(shape) if sequence_length is None else sequence_length
-    return Job(shape, tokens, global_batch, precision)
+    return Job(shape, tokens, global_batch, precision, gradient_precision=gradient_precision)
 
 
 def on_stack(cluster: Cluster, name: str | None) -> Cluster:

@@ -17,6 +17,7 @@ from experiments.commands.options import (
     Budget,
     ClusterFile,
     GlobalBatch,
+    GradientPrecision,
     JudgeName,
     ModelName,
     ObjectiveName,
@@ -118,6 +119,7 @@ def plan(
     global_batch: GlobalBatch,
     sequence_length: SequenceLength = None,
     precision: Precision = "bf16",
+    gradient_precision: GradientPrecision = "fp32",
     stack: StackName = None,
     planner: PlannerName = "motley",
     judge: JudgeName = "simulate",
@@ -159,7 +161,7 @@ def plan(
     where = on_stack(read_cluster(cluster), stack)
     aim.check(where)
     files.spare(files_behind(where, model))
-    job = read_job(model, global_batch, sequence_length, precision)
+    job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     with search_progress(limit_s) as progress:
         result = search_plan(where, job, planner, make_judge(where, job, seed), limit_s, seed, progress, aim)
     by = _By(planner, judge, seed, limit_s, aim)

@@ -38,11 +38,11 @@ from numpy.typing import NDArray
 from partition.drafts import Draft, Settings, fits_heads, judge_in_order, reject, stage, usable_nodes
 from partition.graph import DeviceGraph
 from partition.layers import ranges
-from partition.pricing import GRADIENT_BYTES, Devices, Pricing
+from partition.pricing import Devices, Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.spec.cluster import Cluster, Node
-from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters
+from sim.spec.counts import PRECISION_BYTES, embedding_parameters, head_parameters, layer_parameters
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import in_flight
@@ -216,7 +216,7 @@ class CostModel:
             for d in range(data)
             for rank in range(tensor)
         )
-        return 2 * (data - 1) / data * parameters / tensor * GRADIENT_BYTES / slowest
+        return 2 * (data - 1) / data * parameters / tensor * PRECISION_BYTES[self.job.gradient_precision] / slowest
 
 
 def best_cut(seconds: NDArray[np.float64], micro_batches: int) -> list[int] | None:

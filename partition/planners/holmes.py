@@ -34,7 +34,7 @@ from itertools import permutations
 from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.planners.megatron import MICRO_BATCHES, parts
-from partition.pricing import GRADIENT_BYTES, Pricing
+from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.cost.collectives import across_lanes
@@ -167,8 +167,9 @@ class HolmesPlans:
         for lanes in stages:
             of_lanes = [self.pricing.stage(lane, micro_batch, settings) for lane in lanes]
             took_s = passes * max(one.layer_forward_s + one.layer_backward_s for one in of_lanes)
-            for kind, each in (("reduce_scatter", GRADIENT_BYTES), ("all_gather", PRECISION_BYTES[self.job.precision])):
-                took_s += network.alone_s(across_lanes(network, kind, lanes, parameters * each))
+            for kind, precision in (("reduce_scatter", self.job.gradient_precision), ("all_gather", self.job.precision)):
+                num_bytes = parameters * PRECISION_BYTES[precision]
+                took_s += network.alone_s(across_lanes(network, kind, lanes, num_bytes))
             slowest_s = max(slowest_s, took_s)
         return slowest_s
 

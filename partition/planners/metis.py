@@ -45,7 +45,7 @@ from partition.drafts import (
 )
 from partition.layers import ranges, split_layers
 from partition.planners.sailor import held_bytes
-from partition.pricing import GRADIENT_BYTES, Pricing, schedule_period_s
+from partition.pricing import Pricing, schedule_period_s
 from partition.room import Room
 from partition.search import Search, register
 from sim.cost.estimate import estimation
@@ -232,6 +232,8 @@ class _Metis:
         self.settings = Settings(sequence_parallel=parallel)
         model = self.job.model
         self.parameters = layer_parameters(model), embedding_parameters(model), head_parameters(model)
+        self.moved_bytes = PRECISION_BYTES[self.job.gradient_precision] + PRECISION_BYTES[self.job.precision]
+        """Of each parameter: its gradient is scattered, and it is gathered."""
         self.found: dict[Candidate, float] = {}
         self.least_s = math.inf
         self._tables: dict[object, Table] = {}
@@ -271,7 +273,7 @@ class _Metis:
         """Roughly what the network adds to an iteration, if layers follow speeds: its longest exchange or busiest boundary."""
         layer, embedding, head = self.parameters
         per_speed = self.job.model.layers * layer / sum(speeds)
-        moved = GRADIENT_BYTES + PRECISION_BYTES[self.job.precision]
+        moved = self.moved_bytes
         runs = [line.runs(*bound) for bound in bounds]
         longest_s = 0.0
         for s, (run, speed) in enumerate(zip(runs, speeds, strict=True)):
@@ -412,7 +414,7 @@ class _Metis:
         for s, (bound, degree) in enumerate(zip(bounds, candidate.degrees, strict=True)):
             data = candidate.groups[s] // degree
             parameters = candidate.layers[s] * layer + (s == 0) * embedding + (s == depth - 1) * head
-            moved = parameters * (GRADIENT_BYTES + PRECISION_BYTES[self.job.precision]) * (data - 1) / data
+            moved = parameters * self.moved_bytes * (data - 1) / data
             places = [i for i, _ in line.runs(*bound)]
             if len(places) == 1:
                 inside_s = max(inside_s, moved / degree / line.nodes[places[0]].intra.bandwidth_bytes_per_s)

@@ -43,11 +43,11 @@ from numpy.typing import NDArray
 from partition.drafts import Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.planners.megatron import MICRO_BATCHES, parts
-from partition.pricing import GRADIENT_BYTES, Pricing
+from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.spec.cluster import Node
-from sim.spec.counts import embedding_parameters, layer_parameters
+from sim.spec.counts import PRECISION_BYTES, embedding_parameters, layer_parameters
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import in_flight
@@ -172,7 +172,8 @@ class Grid:
         self._there_and_back_s = one_way_s + one_way_s.T
         self._known: dict[bytes, float] = {}
         """Seconds of all-reduces, by the workers that take part."""
-        self._gradient_bytes = GRADIENT_BYTES * (layers[0] * layer_parameters(job.model) + embedding_parameters(job.model))
+        parameters = layers[0] * layer_parameters(job.model) + embedding_parameters(job.model)
+        self._gradient_bytes = PRECISION_BYTES[job.gradient_precision] * parameters
 
     @property
     def start(self) -> Order | None:

@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 
 from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
-from partition.pricing import GRADIENT_BYTES, Pricing
+from partition.pricing import Pricing
 from partition.room import Room, StageBytes
 from partition.search import Search, register
 from sim.spec.cluster import Node
@@ -547,7 +547,8 @@ class _Sailor:
         node = self.pools[k].node
         layer, embedding, head = self.parameters
         parameters = part.layers * layer + part.first * embedding + part.last * head
-        num_bytes = parameters * (GRADIENT_BYTES + PRECISION_BYTES[self.job.precision]) * (data - 1) / data
+        precisions = self.job.gradient_precision, self.job.precision
+        num_bytes = parameters * sum(PRECISION_BYTES[name] for name in precisions) * (data - 1) / data
         if data * degree <= node.gpus or not self.several:
             return num_bytes / degree / node.intra.bandwidth_bytes_per_s
         return num_bytes * self._s_per_byte(k, k)

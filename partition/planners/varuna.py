@@ -35,13 +35,13 @@ from itertools import pairwise
 
 from partition.drafts import SLACK, Draft, Settings, judge_in_order, reject, stage, usable_nodes
 from partition.layers import ranges, split_layers
-from partition.pricing import GRADIENT_BYTES, Pricing
+from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.cost.collectives import across_lanes
 from sim.cost.network import at_once
 from sim.spec.cluster import Cluster, Node
-from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters
+from sim.spec.counts import PRECISION_BYTES, embedding_parameters, head_parameters, layer_parameters
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 
@@ -167,7 +167,8 @@ class Morphing:
             parameters += embedding_parameters(model) if s == 0 else 0
             parameters += head_parameters(model) if s == last else 0
             lanes = [(devices[s],) for devices in configuration.pipelines]
-            transfers.append(across_lanes(network, "all_reduce", lanes, parameters * GRADIENT_BYTES))
+            num_bytes = parameters * PRECISION_BYTES[self.job.gradient_precision]
+            transfers.append(across_lanes(network, "all_reduce", lanes, num_bytes))
         return network.alone_s(at_once(transfers))
 
     def draft(self, configuration: Configuration) -> Draft:

@@ -219,6 +219,7 @@ class Estimates:
             or plan.sequence_length != job.sequence_length
             or plan.precision != job.precision
             or plan.optimizer != job.optimizer
+            or plan.gradient_precision != job.gradient_precision
         ):
             self._refuse(plan)
 

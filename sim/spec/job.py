@@ -9,6 +9,7 @@ from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
 
 OPTIMIZERS = ("adamw", "sgd")
+GRADIENT_PRECISIONS = ("fp32", "bf16")
 
 MOST_TOKENS, MOST_SEQUENCES = 2**26, 1_000_000
 """The longest sequence, and the largest global batch."""
@@ -23,6 +24,8 @@ class Job:
     global_batch: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    gradient_precision: str = "fp32"
+    """In which gradients are accumulated over micro-batches and summed over copies: bf16 halves the bytes, and rounds."""
 
     def __post_init__(self) -> None:
         sizes = (("sequence length", self.sequence_length, MOST_TOKENS), ("global batch", self.global_batch, MOST_SEQUENCES))
@@ -33,6 +36,9 @@ class Job:
             raise InputError(f"unknown precision {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"unknown optimizer {self.optimizer!r}; accepted: {', '.join(OPTIMIZERS)}")
+        if self.gradient_precision not in GRADIENT_PRECISIONS:
+            accepted = ", ".join(GRADIENT_PRECISIONS)
+            raise InputError(f"unknown gradient precision {self.gradient_precision!r}; accepted: {accepted}")
         model = self.model
         if model.position == "learned" and self.sequence_length > model.max_positions:
             raise InputError(
@@ -46,6 +52,13 @@ class Job:
         return self.sequence_length * self.global_batch
 
     @property
+    def precisions(self) -> str:
+        """Its precision, and that of its gradients where it is not fp32."""
+        return (
+            self.precision if self.gradient_precision == "fp32" else f"{self.precision}, gradients in {self.gradient_precision}"
+        )
+
+    @property
     def summary(self) -> str:
         """The job on one line."""
-        return f"{self.model.name}, {self.global_batch} x {self.sequence_length} tokens, {self.precision}, {self.optimizer}"
+        return f"{self.model.name}, {self.global_batch} x {self.sequence_length} tokens, {self.precisions}, {self.optimizer}"

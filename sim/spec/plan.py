@@ -11,14 +11,13 @@ from typing import Any
 
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import PRECISIONS
-from sim.spec.job import OPTIMIZERS, Job
+from sim.spec.job import GRADIENT_PRECISIONS, OPTIMIZERS, Job
 from sim.spec.reading import InputError, Table, parse_json, read_text
 from sim.spec.transformer import Transformer, read_transformer, to_table, transformer
 
 FORMAT = "motley-plan/1"
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 ZERO_STAGES = (0, 1, 2, 3)
-GRADIENT_PRECISIONS = ("fp32", "bf16")
 
 LayerRange = tuple[int, int]
 """`(start, stop)`, the layers start, start + 1, ..., stop - 1."""
@@ -132,7 +131,8 @@ class Plan:
 
     def job(self) -> Job:
         """The job it was made for."""
-        return Job(self.transformer, self.sequence_length, self.global_batch, self.precision, self.optimizer)
+        precisions = {"precision": self.precision, "gradient_precision": self.gradient_precision}
+        return Job(self.transformer, self.sequence_length, self.global_batch, optimizer=self.optimizer, **precisions)
 
     def to_json(self) -> str:
         """The text of its file: every field but those at their defaults, one stage a line."""

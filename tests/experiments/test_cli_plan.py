@@ -62,6 +62,15 @@ def test_a_search_may_ask_the_estimate_and_tells_the_simulated_figures(motley: M
     assert again["iteration_s"] == answer["iteration_s"] and again["devices"] == answer["devices"] != []
 
 
+def test_gradients_may_be_summed_in_bf16(motley: Motley, world: World) -> None:
+    out = world.folder / "found.json"
+    ran = motley(*arguments(world, "--gradient-precision", "bf16", "--budget", "20s", "--out", out))
+    assert ran.code == 0 and "bf16, gradients in bf16" in ran.out
+    assert json.loads(out.read_text())["gradient_precision"] == "bf16"
+    refused = motley(*arguments(world, "--gradient-precision", "fp16"))
+    assert (refused.code, refused.err) == (2, "motley: error: unknown gradient precision 'fp16'; accepted: fp32, bf16\n")
+
+
 def test_plans_are_searched_and_simulated_on_the_stack_that_is_named(motley: Motley, world: World) -> None:
     slow = world.write("slow.yaml", TINY_CLUSTER + "stack: {host: 1 ms, step: 3 s}\n")
     out = world.folder / "found.json"

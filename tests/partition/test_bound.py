@@ -67,7 +67,7 @@ def test_one_gpu_reaches_the_bound_with_the_whole_batch_at_once_but_for_the_laun
     on = cluster(node("a", "A100-80GB-SXM", 1, "nvlink"))
     work = job(batch=8)
     stages = (Stage((Replica(("a/0",), 8),), ((0, 8),)),)
-    plan = Plan("world", TINY, work.sequence_length, 8, (Pipeline(8, 1, stages),), gradient_precision="bf16")
+    plan = Plan("world", TINY, work.sequence_length, 8, (Pipeline(8, 1, stages),))
     took_s = simulate(plan, on).iteration_s
     assert bound(on, work).iteration_s == pytest.approx(took_s - gpu_kind("A100-80GB-SXM").efficiency.launch_s, rel=1e-12)
 
@@ -127,11 +127,6 @@ def test_recomputation_is_counted_where_the_activations_of_one_sequence_do_not_f
     found = bound(small, long)
     # No more than all layers' forwards again, which are at most half of what the rest takes.
     assert 0 < found.recompute_s < found.compute_s / 2
-
-
-def test_an_unknown_gradient_precision_is_refused() -> None:
-    with pytest.raises(InputError, match="gradient_precision is one of fp32, bf16, but got 'fp8'"):
-        lower_bound(mixed(), job(), "fp8")
 
 
 # --- Below every plan ------------------------------------------------------------------------------------------------
@@ -298,7 +293,8 @@ def test_the_bound_is_below_the_plans_of_published_programs(path: Path) -> None:
 def jobs() -> SearchStrategy[tuple[Cluster, Job]]:
     """Such clusters with jobs for them."""
     length, batch = st.sampled_from((16, 128, 1024)), st.integers(1, 64)
-    work = st.builds(Job, starved_models(), length, batch, st.sampled_from(("fp16", "fp32")))
+    precisions = st.sampled_from(("fp16", "fp32")), st.just("adamw"), st.sampled_from(("fp32", "bf16"))
+    work = st.builds(Job, starved_models(), length, batch, *precisions)
     return st.tuples(starved_clusters(), work)
 
 
@@ -310,9 +306,10 @@ def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: s
     chosen = on.nodes[at]
     more = replace(on, nodes=(*on.nodes[:at], replace(chosen, gpus=chosen.gpus + 1), *on.nodes[at + 1 :]))
     another = replace(on, nodes=(*on.nodes, replace(chosen, name="another", gpu=ideal_gpu("V100-16GB-SXM"))))
-    least = bound(on, work).iteration_s
-    assert bound(more, work).iteration_s <= least * CLOSE
-    assert bound(another, work).iteration_s <= least * CLOSE
+    # Times are halved thirty times, and prices tried that depend on the GPUs: the last digits may be higher.
+    least = bound(on, work).iteration_s * (1 + 1e-7)
+    assert bound(more, work).iteration_s <= least
+    assert bound(another, work).iteration_s <= least
 
 
 @settings(max_examples=15, deadline=None)
@@ -336,8 +333,7 @@ def test_a_larger_batch_never_lowers_it(world: tuple[Cluster, Job], more: int) -
 
 def test_gradients_in_fp32_never_lower_it() -> None:
     on, work = ethernet_cluster([2, 2, 2], 1e9), job(batch=256)
-    any_, bf16, fp32 = (lower_bound(on, work, precision) for precision in (None, "bf16", "fp32"))
-    assert any_ == bf16
+    bf16, fp32 = (lower_bound(on, replace(work, gradient_precision=precision)) for precision in ("bf16", "fp32"))
     assert isinstance(bf16, Bound) and isinstance(fp32, Bound) and fp32.iteration_s > bf16.iteration_s
 
 

@@ -41,6 +41,7 @@ WORLDS: dict[str, tuple[Cluster, Job]] = {
     "one sequence": (mixed(), job(batch=1)),
     "tied embeddings": (mixed(), job(replace(TINY, name="tied", tied_embeddings=True))),
     "fp32 with a T4": (cluster(node("a", "V100-16GB-SXM", 2, "nvlink"), node("b", "T4", 2)), job(precision="fp32")),
+    "gradients in bf16": (mixed(), replace(job(), gradient_precision="bf16")),
     "a kind without bf16": (cluster(node("a", "V100-16GB-SXM", 4, "nvlink"), node("b", "RTX4090", 2)), job()),
     "heads that few degrees divide": (mixed(), job(replace(TINY, name="odd", heads=6, kv_heads=2, head_dim=128))),
 }
