@@ -245,6 +245,19 @@ def test_messages_of_parallel_pipelines_divide_their_card(every_device_takes: Ca
     assert not estimate.contended  # those that stand for one another are known to share
 
 
+def test_messages_that_overlap_divide_their_card_while_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As above, but messages take 2 s, and n0/1 takes 2 s forward. The first pipeline sends from 1 s on, alone until 2, with half
+    # of the card until 4; the second from 2 to 5. F [4, 5] and [5, 6], B [5, 7] and [6, 8], sent [7, 10] and [8, 11], B [10, 12]
+    # and [11, 13].
+    names = ("n0/0", "n0/1", "n1/0", "n1/1")
+    cost = Given(dict.fromkeys(names, 1.0) | {"n0/1": 2.0}, dict.fromkeys(names, 2.0))
+    monkeypatch.setattr(sim.cost.estimate, "ComputeCost", cost)
+    cluster = replace(ethernet_cluster([2, 2], bytes_per_s=4), device_speeds=(("n0/1", 0.5),))
+    estimate = Estimate(plan([[stage(f"n0/{i}", (0, 1)), stage(f"n1/{i}", (1, 2))] for i in range(2)], 1), cluster)
+    assert estimate.iteration_s() == pytest.approx(13.0, rel=1e-9)
+    assert estimate.contended
+
+
 def test_reductions_of_two_stages_that_share_a_card_take_turns(every_device_takes: Callable[[float, float], None]) -> None:
     # Two pipelines, each with both stages on a node of its own. The second stage's gradients begin to be summed at 3 s, as its
     # backward ends, the first's at 4 s. Each direction of a card carries, of a layer and an end stage's embedding or head in
