@@ -2,7 +2,7 @@
 
     python benchmarks/objectives.py
 
-Three places of the arena, two of mixed nodes and a pool of two kinds; each planner minimizes dollars per billion tokens, and
+Four places of the arena, three of mixed nodes and a pool of two kinds; each planner minimizes dollars per billion tokens, and
 joules per token. motley has ten seconds on two cores, the others twenty on one. Judged by simulation. Writes
 benchmarks/results/objectives.txt; rows of objectives.csv are not searched again, unless `--again` names their planner.
 """
@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 CHAMPION = "motley"
 PLACES = (
     ("mixed-a-10gbit", "llama-2-13b"),
+    ("mixed-b-10gbit", "llama-2-13b"),
     ("mixed-c-10gbit", "llama-30b"),
     ("pool-a100x32-v100x32", "opt-350m"),
 )
