@@ -23,7 +23,7 @@ NONE = -1
 
 
 class Routes(NamedTuple):
-    """What the transfers of each form use of links that they could fill together; `Links` as numbers."""
+    """What the transfers of each form use of those links that they could fill together, which have numbers of their own here."""
 
     first: Ints
     """Of each form: its first entry in `link` and `use`; the next form's is its end. A form without any meets no other."""
@@ -50,7 +50,7 @@ def find_routes(
         capacities,
         [slowest_bytes(members[form][0], capacities) for form in firsts],
     )
-    # How full a link is where one form of every stream is under way alone on all its other links.
+    # How full a link can be: of every stream one form at a time is under way, at most at the rate that it has alone.
     fullest: dict[int, dict[frozenset[object], float]] = {}
     for form, route in zip(firsts, found, strict=True):
         for link, share in route.shares:
@@ -174,14 +174,14 @@ def met_ends_s(
                 if missing[n]:
                     continue
                 planned_s = max(ends[links[n, 0]] + durations[links[n, 2]], ends[links[n, 1]] + durations[links[n, 3]])
-                if form[n] < 0 and beside[n] < 0:
+                if form[n] == NONE and beside[n] == NONE:
                     ends[n + 1] = planned_s
                     known[told] = n + 1
                     told += 1
                     continue
                 further[n] = planned_s
                 begun_s[n] = planned_s - durations[links[n, 2]]
-                if beside[n] >= 0:
+                if beside[n] != NONE:
                     heappush(events, (begun_s[n], 2 * n + 1, 0))
                 else:
                     heappush(events, (begun_s[n] + computing_s[links[n, 2]], 2 * n, 0))
