@@ -177,6 +177,8 @@ def fit(
         if isinstance(row, Modelled):
             failed.setdefault(row.cluster.stack.name, []).append(run)
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
+    if not anew:  # rates that runs decided belong to the stacks that keep their values, and stay as they are shipped with them
+        pieces = {**pieces, **{record: one for record, one in efficiencies().items() if not rates_measured(one)}}
     kinds = dict(efficiencies()) | dict(pieces)
     owners = {record: min(counts, key=lambda name: (-counts[name], name)) for record, counts in records.items()}
     begun = {record: without_factor(kinds[record]) for record in owners}
@@ -260,6 +262,7 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
         check_interrupt()
         try:
             estimate = Estimate(row.plan, row.cluster)
+            estimate.iteration_s()  # only then are the rates of a kind that lacks the precision asked for
         except InputError:
             continue  # what cannot be modelled is told by `motley validate`
         kinds = {node.gpu.name: node.gpu for node in row.cluster.nodes}

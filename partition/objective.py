@@ -113,8 +113,8 @@ class Objective:
         kinds = unpriced(cluster) if self.counts_dollars else []
         if kinds:
             raise InputError(
-                f"the objective counts dollars, but no price is known of {', '.join(kinds)}: give one in the cluster's file, "
-                f"as in gpu_kinds: {{{kinds[0]}: {{price: 1.2 $/h}}}}"
+                f"dollars count, in the objective or in a limit, but no price is known of {', '.join(kinds)}: give one in the "
+                f"cluster's file, as in gpu_kinds: {{{kinds[0]}: {{price: 1.2 $/h}}}}"
             )
 
     def rank(self, outlay: Outlay) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import fitting
-from experiments.constants import Constants, told_factor, with_factor, without_factor
+from experiments.constants import Constants, parse_constants, told_factor, with_factor, without_factor
 from experiments.fidelity import PUBLISHED, measured_peak_bytes
 from experiments.fitting import (
     MEMORY_PARAMETERS,
@@ -94,6 +94,21 @@ def test_a_stack_comes_after_the_one_whose_runs_decide_the_factor_of_its_kind(mo
     begun = without_factor(efficiencies()["hopper-500w"])
     of_each = [tasks[0].constants.efficiencies["hopper-500w"] for tasks in rounds]
     assert of_each == [begun, told_factor(begun, 0.9, "torchtitan")]
+
+
+def test_rates_that_other_runs_decided_stay_unless_all_is_fitted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        return [FittedStack(task.stack, dict.fromkeys(task.free, 0.9), 1, 0.0, 0, 0.0) for task in tasks], False
+
+    # Of consumer GPUs there are no micro-benchmarks, and their factor was told by runs; these runs are on others.
+    shipped = efficiencies()["ada-consumer"]
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={"ada-consumer": without_factor(shipped)}))
+    monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
+    runs = [run for run in read_runs(PUBLISHED) if run.source_key == "torchtitan"]
+    for anew, expected in ((False, shipped), (True, without_factor(shipped))):
+        text = fitting.fit(runs, [], 0, 0.0, anew=anew).constants_text
+        assert parse_constants(text, "own.yaml").efficiencies["ada-consumer"] == expected
 
 
 # --- What they were made with ----------------------------------------------------------------------------------------
@@ -217,6 +232,13 @@ def test_what_no_run_speaks_of_keeps_its_value() -> None:
     nothing = fitted([], replace(start, source="as it was"))
     assert nothing.stack == replace(start, source="as it was") and (nothing.timed, nothing.weighed) == (0, 0)
     assert fitted([replace(row, iter_time_s=None) for row in timed(start)], start).stack == start
+
+
+def test_a_run_whose_gpu_lacks_the_precision_spares_the_others() -> None:
+    rows = timed(USUAL, SHAPES[:3])
+    lacking = replace(run(*SHAPES[0], "T4"), precision="bf16", iter_time_s=1.0)
+    assert isinstance(world(lacking), Modelled)
+    assert fitted([*rows, lacking]).timed == len(rows)
 
 
 @pytest.mark.slow
