@@ -133,11 +133,15 @@ def read_failures(path: str | Path) -> list[Run]:
 
 def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str]) -> list[Run]:
     """The rows of a CSV file."""
-    reader = csv.reader(io.StringIO(read_text(path)))
+    text = read_text(path)
+    reader = csv.reader(io.StringIO(text))
     try:
         header = [cell.strip() for cell in next(reader, [])]
         if not any(header):
-            raise InputError(f"{path}: is empty; expected a CSV whose first line names the columns ({', '.join(required)}, ...)")
+            what = "the first line is empty" if text.strip() else "is empty"
+            raise InputError(f"{path}: {what}; expected a CSV whose first line names the columns ({', '.join(required)}, ...)")
+        if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])) is not None:
+            raise InputError(f"{path}: columns are separated by {other.group()!r}; expected commas")
         columns = [renamed.get(name, name) for name in header]
         for name, column in zip(header, columns, strict=True):
             if column not in _TYPES:
@@ -512,6 +516,9 @@ class _Row:
             raise _Refused(assumption.not_modelled)
         self.tp, self.pp, self.cp = self._published("tp"), self._published("pp"), run.cp or 1
         copies, rest = divmod(self._published("num_gpus"), self.tp * self.pp * self.cp)
+        if rest and run.dp is None:
+            terms = [self.tp, self.pp] + ([self.cp] if self.cp > 1 else [])
+            raise _Refused(f"degrees {' x '.join(map(str, terms))} do not divide num_gpus {run.num_gpus}")
         self.dp = int(self._taken("dp", None if rest else copies))
         degrees = self.tp * self.pp * self.dp * self.cp
         if degrees != self._published("num_gpus"):

@@ -174,7 +174,7 @@ def _remedy(cluster: Cluster, job: Job) -> str:
             found.append(f"sequences of {job.sequence_length // part} tokens (--seq-len)")
             break
     if not found:
-        return f"neither {MORE_GPUS[-1]} times the GPUs, nor offloading the optimizer, nor shorter sequences would make it fit"
+        return f"neither {MORE_GPUS[-1]} times the nodes, nor offloading the optimizer, nor shorter sequences would make it fit"
     return "it would fit with " + ", or ".join(found)
 
 

@@ -124,6 +124,12 @@ HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
     ("text", "line"),
     [
         ("", ": is empty; expected a CSV whose first line names the columns (id, source_key, gpu_type, num_gpus, ...)"),
+        (
+            "\nid,source_key,gpu_type,num_gpus\n",
+            ": the first line is empty; expected a CSV whose first line names the columns "
+            "(id, source_key, gpu_type, num_gpus, ...)",
+        ),
+        ("id;source_key;gpu_type;num_gpus\n", ": columns are separated by ';'; expected commas"),
         (HEAD, ": holds no runs; expected one row for each, below the line that names the columns"),
         (HEAD + "a,s,T4,4,1\n", ", line 2: has 5 cells, but there are 6 columns"),
         (HEAD + "a,s,T4,4,1,\na,s,T4,8,1,\n", ", line 3: the id 'a' stands in line 2 already"),
@@ -384,7 +390,7 @@ def test_the_links_of_a_node_are_its_kind_s_unless_the_row_says_pcie(text: str |
 def test_copies_that_are_not_published_follow_from_the_gpus() -> None:
     found = made(replace(SMALL, dp=None))
     assert len(found.plan.pipelines) == 2 and "dp 2" in found.assumed
-    assert reason(replace(SMALL, dp=None, num_gpus=18)) == "dp"
+    assert reason(replace(SMALL, dp=None, num_gpus=18)) == "degrees 2 x 4 do not divide num_gpus 18"
 
 
 def test_what_is_left_open_becomes_several_plans() -> None:

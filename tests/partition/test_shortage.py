@@ -117,4 +117,4 @@ def test_what_nothing_makes_fit_is_told() -> None:
     on = cluster(node("a", "RTX3080Ti", 1))
     reason = shortage(on, job(wide))
     assert reason is not None
-    assert "neither 64 times the GPUs, nor offloading the optimizer, nor shorter sequences would make it fit" in reason.message
+    assert "neither 64 times the nodes, nor offloading the optimizer, nor shorter sequences would make it fit" in reason.message
