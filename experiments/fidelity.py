@@ -136,8 +136,14 @@ def _network(cluster: Cluster, constants: Constants | None) -> Network:
 
 def _published(run: Run) -> list[str]:
     """The quantities to compare: the first speed that is published, and memory."""
-    speed = next((quantity for quantity in SPEEDS if _measured(run, quantity) is not None), None)
-    return [quantity for quantity in (speed, MEMORY) if quantity is not None and _measured(run, quantity) is not None]
+    return [
+        quantity for quantity in (published_speed(run), MEMORY) if quantity is not None and _measured(run, quantity) is not None
+    ]
+
+
+def published_speed(run: Run) -> str | None:
+    """The first quantity of a run's speed that is published; None where none is."""
+    return next((quantity for quantity in SPEEDS if _measured(run, quantity) is not None), None)
 
 
 def _measured(run: Run, quantity: str) -> float | None:
@@ -187,6 +193,16 @@ def measured_peak_bytes(run: Run) -> float:
     if run.peak_mem_gb is None:
         raise ValueError(f"the run {run.id} has no peak_mem_gb")
     return run.peak_mem_gb * _memory_unit_bytes(run)
+
+
+def measured_s(world: Modelled) -> float:
+    """Seconds of an iteration by the first speed that is published of a run. Raises ValueError where none is, and InputError."""
+    quantity = published_speed(world.run)
+    measured = None if quantity is None else _measured(world.run, quantity)
+    if quantity is None or measured is None:
+        raise ValueError(f"the run {world.run.id} has no speed")
+    # All others are rates: what an iteration of one second has, over what was measured.
+    return measured if quantity == TIME else _speed(quantity, world.run, world.plan, world.cluster, 1.0) / measured
 
 
 def _speed(quantity: str, run: Run, plan: Plan, cluster: Cluster, seconds: float) -> float:

@@ -20,7 +20,14 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
-from experiments.fidelity import counted_peak_bytes, is_out_of_memory, measured_peak_bytes, unpublished
+from experiments.fidelity import (
+    counted_peak_bytes,
+    is_out_of_memory,
+    measured_peak_bytes,
+    measured_s,
+    published_speed,
+    unpublished,
+)
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
 from experiments.parallel import check_interrupt, in_processes
@@ -148,6 +155,12 @@ class Fitted:
 
     constants_text: str
     calibration_ids: frozenset[str]
+    timed: int
+    """The runs whose times were met; the largest ones are not looked at."""
+    weighed: int
+    """The runs, failed ones among them, whose memory was met."""
+    drawn: int
+    """All runs that were not held out, whether they could be fitted on or not."""
 
 
 def fit(
@@ -165,17 +178,19 @@ def fit(
     Of the failures those count that ran out of memory. `holdout` is the share of the runs, and failures, that is left out, drawn
     by lot with `seed`; see `split`. What the runs do not tell stands in the middle of its prior, or, unless `anew`, keeps its
     value; the shipped ones were fitted on all published runs, which must have no say where they are held out.
-    `progress` is called once for each stack. Raises InputError as `split`, KeyboardInterrupt where Ctrl-C ended the work.
+    `progress` is called once for each stack. Raises InputError as `split` and where no run can be fitted on, KeyboardInterrupt
+    where Ctrl-C ended the work.
     """
     calibration, held = split(runs, holdout, seed, by)
     out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed, by)
     known = read_assumptions()
-    by_stack, records = _by_stack(calibration, known)
+    usable, refusals = _usable(calibration, known)
+    if not usable:
+        raise InputError(f"--fit: no run can be fitted on: {_why_none(refusals)}")
+    by_stack, records = _by_stack(usable)
     failed: dict[str, list[Run]] = {}
-    for run in out_of_memory:
-        row = modelled(run, known)
-        if isinstance(row, Modelled):
-            failed.setdefault(row.cluster.stack.name, []).append(run)
+    for row in _usable(out_of_memory, known)[0]:
+        failed.setdefault(row.cluster.stack.name, []).append(row.run)
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
     if not anew:  # rates that runs decided belong to the stacks that keep their values, and stay as they are shipped with them
         pieces = {**pieces, **{record: one for record, one in efficiencies().items() if not rates_measured(one)}}
@@ -206,25 +221,47 @@ def fit(
         told |= {
             record: told_factor(begun[record], factor, one.stack.name) for one in fitted for record, factor in one.factors.items()
         }
+    timed, weighed = sum(one.timed for one in fitted), sum(one.weighed for one in fitted)
+    if not timed + weighed:
+        raise InputError(f"--fit: no run can be fitted on: none of {len(calibration)} has a speed or a peak memory to be met")
     held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {one.stack.name: one.stack for one in fitted}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
-    return Fitted(text, frozenset(run.id for run in (*calibration, *out_of_memory)))
+    seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
+    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory))
 
 
-def _by_stack(runs: Iterable[Run], known: Assumptions) -> tuple[dict[str, list[Run]], dict[str, Counter[str]]]:
-    """The runs of every stack whose plan is published whole; and of every efficiency record without micro-benchmarks how many of
-    them each stack has."""
+def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], list[str]]:
+    """The runs whose plans are published whole, and why the others cannot be fitted on."""
+    usable: list[Modelled] = []
+    refusals = []
+    for run in runs:
+        row = modelled(run, known)
+        if isinstance(row, NotModelled):
+            refusals.append(f"{run.id}: {row.reason}")
+        elif open_ := unpublished(row):
+            refusals.append(f"{run.id}: assumed: {', '.join(open_)}")
+        else:
+            usable.append(row)
+    return usable, refusals
+
+
+def _why_none(refusals: Sequence[str]) -> str:
+    """Why no run can be fitted on, by the first of them."""
+    if not refusals:
+        return "all are held out"
+    return refusals[0] + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else "")
+
+
+def _by_stack(rows: Iterable[Modelled]) -> tuple[dict[str, list[Run]], dict[str, Counter[str]]]:
+    """The runs of every stack; and of every efficiency record without micro-benchmarks how many of them each stack has."""
     by_stack: dict[str, list[Run]] = {}
     records: dict[str, Counter[str]] = {}
     names = {record: name for name, record in efficiencies().items()}
-    for run in runs:
-        row = modelled(run, known)
-        if isinstance(row, NotModelled) or unpublished(row):
-            continue
+    for row in rows:
         name = row.cluster.stack.name
-        by_stack.setdefault(name, []).append(run)
+        by_stack.setdefault(name, []).append(row.run)
         for kind in dict.fromkeys(node.gpu for node in row.cluster.nodes):
             if kind.efficiency in names and not rates_measured(kind.efficiency):
                 records.setdefault(names[kind.efficiency], Counter())[name] += 1
@@ -239,7 +276,7 @@ def fit_stack(task: Task) -> FittedStack:
     # Begun from the task's stack alone, so that the answer is the same whatever is shipped.
     usable = [replace(row, cluster=replace(task.constants.applied(row.cluster), stack=task.stack)) for row in usable]
     work = {row.run.id: RUN_WORK + instruction_estimate(row.plan) / len(row.plan.pipelines) for row in usable}
-    timed = sorted((row for row in usable if row.run.iter_time_s), key=lambda row: work[row.run.id])
+    timed = sorted((row for row in usable if published_speed(row.run)), key=lambda row: work[row.run.id])
     within = sum(total <= MOST_WORK for total in accumulate(work[row.run.id] for row in timed))
     timed = timed[: max(within, FEWEST_RUNS)]
     stack, factors, count, time_error = _fit_times(task, timed)
@@ -263,10 +300,11 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
         try:
             estimate = Estimate(row.plan, row.cluster)
             estimate.iteration_s()  # only then are the rates of a kind that lacks the precision asked for
+            seconds = measured_s(row)
         except InputError:
             continue  # what cannot be modelled is told by `motley validate`
         kinds = {node.gpu.name: node.gpu for node in row.cluster.nodes}
-        estimates.append((estimate, float(row.run.iter_time_s or 0.0), kinds, row.run.source_key))
+        estimates.append((estimate, seconds, kinds, row.run.source_key))
     if not estimates:
         return task.stack, {}, 0, math.nan
     shipped = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}

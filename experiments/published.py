@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -137,13 +137,17 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
     reader = csv.reader(io.StringIO(text))
     try:
         header = [cell.strip() for cell in next(reader, [])]
+        while len(header) > 1 and not header[-1]:  # a comma at the end of each line, as spreadsheets leave them
+            header.pop()
         if not any(header):
             what = "the first line is empty" if text.strip() else "is empty"
             raise InputError(f"{path}: {what}; expected a CSV whose first line names the columns ({', '.join(required)}, ...)")
         if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])) is not None:
             raise InputError(f"{path}: columns are separated by {other.group()!r}; expected commas")
         columns = [renamed.get(name, name) for name in header]
-        for name, column in zip(header, columns, strict=True):
+        for number, (name, column) in enumerate(zip(header, columns, strict=True), 1):
+            if not name:
+                raise InputError(f"{path}: column {number} has no name; accepted: {', '.join(_TYPES)}")
             if column not in _TYPES:
                 raise InputError(f"{path}: unknown column {name!r}{nearest(name, _TYPES)}; accepted: {', '.join(_TYPES)}")
             if columns.count(column) > 1:
@@ -159,6 +163,8 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
             if not any(cell.strip() for cell in cells):
                 continue
             line = reader.line_num
+            while len(cells) > len(columns) and not cells[-1].strip():
+                cells.pop()
             if len(cells) != len(columns):
                 raise InputError(f"{path}, line {line}: has {len(cells)} cells, but there are {len(columns)} columns")
             values, bad = _values(columns, cells)
@@ -546,7 +552,12 @@ class _Row:
 
     def _text(self, name: str, value: str) -> str:
         """The row's own text in lower case, else the given one, which is noted."""
-        return str(self._taken(name, value)).casefold()
+        # What pandas makes of a column of flags with gaps: '1.0'.
+        return re.sub(r"^(\d+)\.0+$", r"\1", str(self._taken(name, value)).strip().casefold())
+
+    def _unknown(self, name: str, accepted: Iterable[str]) -> _Refused:
+        """The refusal of a text that is none of those that are accepted."""
+        return _Refused(f"{name} {getattr(self.run, name)!r}; accepted: {', '.join(dict.fromkeys(accepted))}")
 
     def _note(self, assumed: str) -> None:
         if assumed not in self.assumed:
@@ -696,7 +707,7 @@ class _Row:
                 raise _Refused("vpp")
             return "interleaved", options
         if "1f1b" not in text:
-            raise _Refused(f"schedule {run.schedule!r}")
+            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         return "interleaved", (1,) if run.schedule is not None else options
 
     def _plan(self, schedule: str, micro_batch: int, micro_batches: int, chunks: int) -> Plan:
@@ -732,7 +743,7 @@ class _Row:
             group = per_node if 1 <= per_node < self.dp * self.cp else None
         if "shard_grad_op" in text:
             return 2, group
-        if found := re.search(r"(?:zero|stage)[- ]*(?:stage)?[- ]*([0-3])", text) or re.fullmatch(r"([0-3])(?:\.0)?", text):
+        if found := re.search(r"(?:zero|stage)[- ]*(?:stage)?[- ]*([0-3])", text) or re.fullmatch(r"([0-3])", text):
             return int(found[1]), group
         if "fsdp" in text or "hsdp" in text or "full_shard" in text or "sharded weights" in text:
             return 3, group
@@ -740,7 +751,7 @@ class _Row:
             return 1, group
         if text in _ZERO_WORDS:
             return _ZERO_WORDS[text], group
-        raise _Refused(f"zero_stage_or_fsdp {self.run.zero_stage_or_fsdp!r}")
+        raise self._unknown("zero_stage_or_fsdp", ("0 to 3", "ZeRO-N", "FSDP", "HSDP", *_ZERO_WORDS))
 
     def _precision(self) -> str:
         """Our name of the precision."""
@@ -748,7 +759,7 @@ class _Row:
         for part, name in _PRECISION_WORDS:
             if part in text:
                 return name
-        raise _Refused(f"precision {self.run.precision!r}")
+        raise self._unknown("precision", PRECISIONS)
 
     def _recompute(self, layers: int) -> tuple[str, int | None]:
         """The mode of a stage of so many layers, and how many of them it is for, with 'full'."""
@@ -757,7 +768,7 @@ class _Row:
         text = _RECOMPUTE_WORDS.get(text, text)
         mode = next((mode for mode in RECOMPUTE if text.startswith(mode)), None)
         if mode is None:
-            raise _Refused(f"recompute {run.recompute!r}")
+            raise self._unknown("recompute", (*RECOMPUTE, *_RECOMPUTE_WORDS))
         if mode == "selective" and share is not None:
             if run.mfu_pct and run.hfu_pct:
                 share = min(1.0, max(0.0, 3 * (run.hfu_pct / run.mfu_pct - 1)))  # a layer's forward is a third of its FLOP

@@ -90,12 +90,19 @@ def money(dollars: float | None) -> str:
     return f"${dollars:,.2f}" if dollars >= 10 else f"${dollars:.3g}"
 
 
+WHOLE = 0.95
+"""A search that took this part of its budget is said to have taken all of it."""
+
+
 def how_it_ended(result: Result, budget_s: float) -> str:
     """How a search ended, and whether another machine would answer the same."""
     if result.stopped == "finished":
         return f"finished after {result.seconds:.3g} s of its budget of {budget_s:g} s: the same answer on every machine"
     if result.stopped == "budget":
-        return f"stopped at its budget of {budget_s:g} s: a faster or slower machine may find another answer"
+        other = "a faster or slower machine may find another answer"
+        if result.seconds < WHOLE * budget_s:  # shares of it ended some steps, and others did not need theirs
+            return f"ended after {result.seconds:.3g} s of its budget of {budget_s:g} s, which cut some steps short: {other}"
+        return f"stopped at its budget of {budget_s:g} s: {other}"
     return f"interrupted after {result.seconds:.3g} s: this is the best plan until then"
 
 

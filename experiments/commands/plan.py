@@ -184,7 +184,9 @@ def plan(
     else:
         assert result.infeasible is not None
         files.write("--json", _report_json(infeasible_report(result.infeasible, time.perf_counter() - began), result, by, where))
-        longer = f", stopped at its budget of {limit_s:g} s: a longer one may find a plan" if result.stopped == "budget" else ""
+        # Where memory lacks, what would make it fit is said; a longer search would not.
+        late = result.stopped == "budget" and result.infeasible.reason != "memory"
+        longer = f", within its budget of {limit_s:g} s: a longer one may find a plan" if late else ""
         drawn = "; --plot: nothing was drawn" if plot is not None else ""
         tell_error(f"no feasible plan: {result.infeasible.message} ({planner} judged {result.judged} plans{longer}){drawn}")
         files.finish()

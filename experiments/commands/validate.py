@@ -196,6 +196,8 @@ def validate(
     told = replace(told, calibration_ids=calibration_ids)
     if fit:
         files.write("--out", fitted.constants_text)
+        used = f"fitted on the times of {fitted.timed:,} runs and the memory of {fitted.weighed:,}"
+        files.say(f"{used}, of {fitted.drawn:,} that were not held out")
     files.write("--json", replay_json(told))
     points = _points(told)
     if plot is not None and not points:

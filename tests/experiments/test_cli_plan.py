@@ -252,6 +252,19 @@ def test_a_search_that_its_budget_stopped_says_that_the_answer_may_differ(
     assert "stopped at its budget of 0.2 s" in ran.out and "another answer" in ran.out
 
 
+def test_a_search_that_ends_before_its_budget_is_not_said_to_have_spent_it(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hasty(search: Search) -> None:
+        search.consider(split_in_two(search))
+        assert search.past(0.0)  # a share of the budget
+
+    monkeypatch.setitem(PLANNERS, "hasty", hasty)
+    ran = motley(*arguments(world, "--budget", "30s", planner="hasty"))
+    assert ran.code == 0 and "stopped at" not in ran.out
+    assert "s of its budget of 30 s, which cut some steps short: a faster or slower machine may find another answer" in ran.out
+
+
 # --- Options ---------------------------------------------------------------------------------------------------------
 
 

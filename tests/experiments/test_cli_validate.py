@@ -153,6 +153,9 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
     class Found:
         constants_text: str = "efficiencies: {ampere-datacenter: {matmul_fraction: 0.01}}\n"
         calibration_ids: frozenset[str] = frozenset({"v-1", "v-3"})
+        timed: int = 2
+        weighed: int = 0
+        drawn: int = 3
 
     def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object, anew: bool) -> Found:
         assert (failures, others[1]) == ([], 1)
@@ -172,6 +175,22 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
     assert found["calibration"]["sources"]["vtrain_single"]["count"] == 2
     assert [by_id[run]["calibration"] for run in ("v-1", "v-2", "v-3")] == [True, False, True]
     assert "not fitted on" in ran.out and "were fitted on" in ran.out
+    assert "fitted on the times of 2 runs and the memory of 0, of 3 that were not held out" in ran.out
+
+
+def test_where_no_run_can_be_fitted_on_no_file_is_written(motley: Motley, world: World) -> None:
+    only, before = world.write("one.csv", f"{COLUMNS}\n{ROWS[3]}\n"), {"one.csv", *world.names()}
+    ran = motley("validate", "--runs", only, "--fit", "--out", world.folder / "constants.yaml")
+    assert_refused(ran, 2, "no run can be fitted on", "v-4: not modelled: degrees 8 x 1 x 2 = 16, but num_gpus is 8")
+    assert world.names() == before
+
+
+def test_commas_at_the_ends_of_lines_are_no_columns(motley: Motley, world: World, runs: str) -> None:
+    found = []
+    for name, end in (("plain.csv", ""), ("commas.csv", ",,")):
+        file = world.write(name, "\n".join(line + end for line in (COLUMNS, *ROWS)) + "\n")
+        found.append(json.loads(motley("validate", "--runs", file, "--jobs", 1, "--json", "-").out))
+    assert found[0] == found[1]
 
 
 def test_where_no_run_can_be_modelled_the_exit_code_is_one(motley: Motley, world: World) -> None:
@@ -212,6 +231,7 @@ def test_an_interrupt_of_the_fit_is_told(motley: Motley, world: World, runs: str
         ("a,b\n1,2\n", ["runs.csv", "unknown column 'a'"]),
         ("id,source_key\nx,y\n", ["runs.csv", "the column 'gpu_type' is missing"]),
         (f"{COLUMNS}\n{ROWS[0]},1\n", ["runs.csv, line 2", "cells"]),
+        (f",{COLUMNS}\n0,{ROWS[0]}\n", ["runs.csv", "column 1 has no name"]),
     ],
 )
 def test_a_mistake_in_a_file_of_runs_is_told_in_one_line(motley: Motley, world: World, text: str, words: list[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from experiments import fitting
 from experiments.constants import Constants, parse_constants, told_factor, with_factor, without_factor
-from experiments.fidelity import PUBLISHED, measured_peak_bytes
+from experiments.fidelity import PUBLISHED, measured_peak_bytes, measured_s
 from experiments.fitting import (
     MEMORY_PARAMETERS,
     TIME_PARAMETERS,
@@ -26,6 +26,7 @@ from experiments.published import Modelled, Run, modelled, read_assumptions, rea
 from sim.cost.estimate import Estimate
 from sim.cost.memory import peak_bytes
 from sim.spec.cluster import links
+from sim.spec.counts import model_flop
 from sim.spec.gpu import efficiencies
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
@@ -187,6 +188,41 @@ def timed(stack: Stack, shapes: Sequence[tuple[int, int, int, tuple[int, int, in
 
 def fitted(rows: Sequence[Run], start: Stack = USUAL, free: tuple[str, ...] = ()) -> FittedStack:
     return fit_stack(Task(start, tuple(rows), (), Constants(), free))
+
+
+@pytest.mark.parametrize("quantity", ["tokens_per_s", "tflops_per_gpu", "mfu_pct"])
+def test_rates_tell_as_much_as_the_times_that_they_were_taken_from(quantity: str) -> None:
+    rows = timed(replace(USUAL, matmul_scale=0.8), SHAPES[:6])
+    rates = []
+    for row in rows:
+        took = float(row.iter_time_s or 0)
+        # A rate of one is measured in as many seconds as an iteration has of it.
+        amount = measured_s(world(replace(row, **{"iter_time_s": None, quantity: 1.0})))
+        rates.append(replace(row, **{"iter_time_s": None, quantity: amount / took}))
+    model = world(rows[0]).plan.transformer
+    flop = model_flop(model, rows[0].global_batch or 0, rows[0].seq_len or 0)
+    tokens = (rows[0].global_batch or 0) * (rows[0].seq_len or 0)
+    amounts = {"tokens_per_s": tokens, "tflops_per_gpu": flop / 1e12, "mfu_pct": 100 * flop / 312e12}
+    assert getattr(rates[0], quantity) * float(rows[0].iter_time_s or 0) == pytest.approx(amounts[quantity], rel=1e-9)
+    by_times, by_rates = fitted(rows), fitted(rates)
+    assert by_rates.timed == len(rows)
+    assert by_rates.stack.matmul_scale == pytest.approx(by_times.stack.matmul_scale, rel=1e-3)
+
+
+def test_runs_that_cannot_be_fitted_on_are_not_said_to_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        return [FittedStack(task.stack, {}, len(task.runs), 0.0, 0, 0.0) for task in tasks], False
+
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
+    monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
+    whole = timed(USUAL, SHAPES[:2])
+    open_, lacking = replace(whole[0], id="open", source_key="sc21", micro_batch=None), replace(whole[0], id="lacking", tp=None)
+    told = fitting.fit([*whole, open_, lacking], [], 0, 0.0)
+    assert told.calibration_ids == {run.id for run in whole}
+    assert (told.timed, told.weighed, told.drawn) == (2, 0, 4)
+    with pytest.raises(InputError, match=r"^--fit: no run can be fitted on: lacking: not modelled: tp; and 1 more$"):
+        fitting.fit([open_, lacking], [], 0, 0.0)
 
 
 def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:

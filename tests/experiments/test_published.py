@@ -221,11 +221,15 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"gpu_type": "8xT4+4xV100"}, "gpu_type '8xT4+4xV100' names 12 GPUs, but num_gpus is 16"),
         ({"num_layers": 9}, "num_layers 9 over pp 4: does not divide, and how it was cut is not published"),
         ({"vpp": 3}, "num_layers 8 over pp 4 x vpp 3: does not divide, and how it was cut is not published"),
-        ({"schedule": "DualPipe"}, "schedule 'DualPipe'"),
+        ({"schedule": "DualPipe"},
+         "schedule 'DualPipe'; accepted: gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
+         "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
         ({"schedule": "interleaved 1F1B"}, "vpp"),
-        ({"precision": "int4"}, "precision 'int4'"),
-        ({"recompute": "some"}, "recompute 'some'"),
-        ({"zero_stage_or_fsdp": "sharded"}, "zero_stage_or_fsdp 'sharded'"),
+        ({"precision": "int4"}, "precision 'int4'; accepted: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4"),
+        ({"recompute": "some"}, "recompute 'some'; accepted: none, selective, full, no, off, false, 0, yes, on, true, 1"),
+        ({"zero_stage_or_fsdp": "sharded"},
+         "zero_stage_or_fsdp 'sharded'; accepted: 0 to 3, ZeRO-N, FSDP, HSDP, none, no, ddp, no_shard, dist opt, "
+         "distributed-optimizer, distributed_optimizer"),
         ({"model_name": "Mamba"}, "layers that are not all of one shape"),
         ({"model_name": "DeepSeek_V3 (dropless)"}, "experts whose sizes have no column"),
         ({"model_name": "Own 30B-A3B"}, "model_name 'Own 30B-A3B', experts whose sizes have no column"),
@@ -245,6 +249,12 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
 )  # fmt: skip
 def test_what_cannot_be_modelled_says_why(change: dict[str, object], why: str) -> None:
     assert reason(replace(SMALL, **change)) == why  # type: ignore[arg-type]
+
+
+def test_whole_numbers_that_a_table_wrote_as_fractions_are_taken_as_such() -> None:
+    # As pandas writes a column with gaps.
+    found = made(replace(SMALL, recompute="1.0", zero_stage_or_fsdp="2.0"))
+    assert (found.plan.zero_stage, found.plan.pipelines[0].stages[0].recompute) == (2, "full")
 
 
 @pytest.mark.parametrize(
