@@ -75,6 +75,7 @@ COLUMNS: Mapping[str, type] = {
     "sequence_length": int,
     "global_batch": int,
     "precision": str,
+    "gradient_precision": str,
     "optimizer": str,
     "planner": str,
     "budget_s": float,
@@ -104,6 +105,9 @@ COLUMNS: Mapping[str, type] = {
     "wall_s": float,
 }
 """What every row has, and of which type; None where it is not known. Labels stand behind `seed`. Explained in docs/sweeps.md."""
+
+ADDED = {"gradient_precision": "fp32"}
+"""What stands in columns that tables of earlier sweeps do not have."""
 
 Row: TypeAlias = dict[str, Any]
 
@@ -150,6 +154,7 @@ def finished(run: Run, outcome: Outcome, wall_s: float) -> Finished:
         "stack": run.cluster.stack.name,
         "gpus": len(run.cluster.devices),
         "node_bytes_per_s": node_bytes_per_s(run.cluster),
+        "gradient_precision": run.job.gradient_precision,
         "optimizer": run.job.optimizer,
         "schedule": plan.schedule if plan is not None else None,
         **{name: getattr(measures, name, None) for name in ("mfu", "mfu_used", "hfu", "dollars")},  # None, not 0, if not known

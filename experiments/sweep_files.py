@@ -18,7 +18,7 @@ from experiments.sweep import Label, Run, given
 from partition.search import DEFAULT_BUDGET_S, planner_named
 from sim.spec.cluster import BandwidthMatrix, Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
-from sim.spec.job import Job
+from sim.spec.job import GRADIENT_PRECISIONS, Job
 from sim.spec.plan import SCHEDULES, read_plan
 from sim.spec.reading import InputError, Table, nearest, quantity, read_yaml
 from sim.spec.transformer import Transformer, model_file, presets, transformer
@@ -73,16 +73,17 @@ class _Grid:
         models = self._list("models", self._model, "a preset, a Hugging Face config.json, or its folder")
         lengths = self._list("sequence_lengths", _whole(1), "a whole number of at least 1", [None])
         batches = self._list("global_batches", _whole(1), "a whole number of at least 1")
-        precisions = self._precisions("bf16")
+        precisions, of_gradients = self._precisions("bf16"), self._gradient_precisions("fp32")
         planners = self._list("planners", _name(planner_named), "the name of a planner")
         budget_s = self.table.quantity("budget", "time", DEFAULT_BUDGET_S)
         judges, seeds = self._judges_and_seeds()
         self.table.close()
-        for (cluster, labels), model, length, batch, precision, planner, judge, seed in itertools.product(
-            clusters, models, lengths, batches, precisions, planners, judges, seeds
+        for (cluster, labels), model, length, batch, precision, of_gradient, planner, judge, seed in itertools.product(
+            clusters, models, lengths, batches, precisions, of_gradients, planners, judges, seeds
         ):
+            tokens = default_sequence_length(model) if length is None else length
             with errors_about(self.path):
-                job = Job(model, default_sequence_length(model) if length is None else length, batch, precision)
+                job = Job(model, tokens, batch, precision, gradient_precision=of_gradient)
             yield Run(cluster, job, planner, judge, budget_s, seed, labels=labels)
 
     def of_plans(self) -> Iterator[Run]:
@@ -93,15 +94,15 @@ class _Grid:
         clusters = self._clusters()
         plans = [(name, read_plan(path)) for name, path in self._paths("plans")]
         lengths = self._list("sequence_lengths", _whole(1), "a whole number of at least 1", [None])
-        precisions = self._precisions(None)
+        precisions, of_gradients = self._precisions(None), self._gradient_precisions(None)
         schedules = self._list("schedules", _one_of("schedule", SCHEDULES), "a schedule", [None])
         judges, seeds = self._judges_and_seeds()
         self.table.close()
         # Those of one cluster and job follow one another, for a judge serves them all.
-        for (cluster, labels), length, precision, (name, plan), schedule, judge, seed in itertools.product(
-            clusters, lengths, precisions, plans, schedules, judges, seeds
+        for (cluster, labels), length, precision, of_gradient, (name, plan), schedule, judge, seed in itertools.product(
+            clusters, lengths, precisions, of_gradients, plans, schedules, judges, seeds
         ):
-            changes = {"sequence_length": length, "precision": precision, "schedule": schedule}
+            changes = {"sequence_length": length, "precision": precision, "schedule": schedule, "gradient_precision": of_gradient}
             with errors_about(self.path), errors_about(Path(name)):
                 changed = replace(plan, **{key: value for key, value in changes.items() if value is not None})
                 run = given(cluster, changed, judge, seed, (*labels, ("plan_file", name)))
@@ -147,6 +148,10 @@ class _Grid:
 
     def _precisions(self, default: str | None) -> list[Any]:
         return self._list("precisions", _one_of("precision", PRECISIONS), "a precision", [default])
+
+    def _gradient_precisions(self, default: str | None) -> list[Any]:
+        convert = _one_of("gradient precision", GRADIENT_PRECISIONS)
+        return self._list("gradient_precisions", convert, "a gradient precision", [default])
 
     def _judges_and_seeds(self) -> tuple[list[str], list[int]]:
         judges = self._list("judges", _name(judge_named), "the name of a judge", ["simulate"])

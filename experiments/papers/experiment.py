@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from experiments.sweep import COLUMNS, Run
+from experiments.sweep import ADDED, COLUMNS, Run
 from sim.spec.reading import InputError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def read_rows(path: Path) -> pandas.DataFrame:
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
     frame = pandas.read_csv(path, dtype={name: "string" for name, kind in COLUMNS.items() if kind is str})
-    missing = [name for name in COLUMNS if name not in frame]
+    missing = [name for name in COLUMNS if name not in frame and name not in ADDED]
     if missing:
         raise InputError(f"{path}: is not the results.csv of a sweep: it has no column {missing[0]!r}")
-    return frame
+    return frame.assign(**{name: value for name, value in ADDED.items() if name not in frame})
 
 
 def markdown(heads: Iterable[str], lines: Iterable[Iterable[object]]) -> str:

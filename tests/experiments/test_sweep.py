@@ -65,11 +65,12 @@ def test_a_grid_has_all_combinations_of_its_lists(world: World) -> None:
     path = sweep_file(
         world,
         "clusters: [tiny.yaml, other.yaml]\nmodels: [llama-2-7b, opt-350m]\nsequence_lengths: [128, 256]\n"
-        "global_batches: [4, 8]\nprecisions: [bf16, fp16]\nplanners: [random, megatron]\nbudget: 2s\n"
+        "global_batches: [4, 8]\nprecisions: [bf16, fp16]\ngradient_precisions: [fp32, bf16]\n"
+        "planners: [random, megatron]\nbudget: 2s\n"
         "judges: [estimate, simulate]\nseeds: [0, 3]\n",
     )
     runs, files = read_sweep(Path(path), seed=10)
-    assert len(runs) == 2**8 == len(named(runs))
+    assert len(runs) == 2**9 == len(named(runs))
     assert {run.seed for run in runs} == {10, 13} and {run.budget_s for run in runs} == {2.0}
     assert {(run.cluster.name, run.planner, run.judge) for run in runs} == {
         (cluster, planner, judge)
@@ -77,8 +78,11 @@ def test_a_grid_has_all_combinations_of_its_lists(world: World) -> None:
         for planner in ("random", "megatron")
         for judge in ("estimate", "simulate")
     }
-    assert {(run.job.sequence_length, run.job.global_batch, run.job.precision) for run in runs} == {
-        (tokens, batch, precision) for tokens in (128, 256) for batch in (4, 8) for precision in ("bf16", "fp16")
+    assert {(run.job.sequence_length, run.job.global_batch, run.job.precision, run.job.gradient_precision) for run in runs} == {
+        (tokens, batch, *precisions)
+        for tokens in (128, 256)
+        for batch in (4, 8)
+        for precisions in (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "bf16"))
     }
     assert sorted(file.name for file in files) == ["other.yaml", "tiny.yaml"]
 
@@ -99,6 +103,14 @@ def test_given_plans_are_found_by_patterns_and_vary_in_schedule_length_and_preci
         for name in "ab"
         for schedule in ("gpipe", "zb-1p")
     ]
+
+
+def test_gradients_of_given_plans_take_other_precisions_and_their_rows_say_so(world: World) -> None:
+    runs, _ = read_sweep(Path(plans_sweep(world, "gradient_precisions: [fp32, bf16]\n")))
+    assert [run.job.gradient_precision for run in runs] == ["fp32", "bf16"]
+    rows = [execute(run).row for run in runs]
+    assert [row["gradient_precision"] for row in rows] == ["fp32", "bf16"]
+    assert rows[1]["peak_bytes"] < rows[0]["peak_bytes"]
 
 
 def test_bandwidths_set_or_scale_the_network_cards(world: World) -> None:
@@ -135,6 +147,10 @@ def test_a_factor_scales_what_a_matrix_says_between_nodes_and_a_rate_is_refused_
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nseeds: [0, 1, 0]\n", "seeds: 0 stands twice"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\njudges: [simulated]\n", "unknown judge 'simulated'"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nschedules: [1f2b]\n", "unknown schedule '1f2b'"),
+        (
+            "clusters: [tiny.yaml]\nplans: [plan.json]\ngradient_precisions: [fp16]\n",
+            "unknown gradient precision 'fp16'; accepted: fp32, bf16",
+        ),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nbandwidths: [5]\n", "bandwidths: expected a rate"),
         ("clusters: [tiny.yaml]\nplans: ['none-*.json']\n", "no file is like 'none-*.json'"),
         ("clusters: [nowhere.yaml]\nplans: [plan.json]\n", "nowhere.yaml: cannot be read"),
