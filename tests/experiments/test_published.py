@@ -556,6 +556,16 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
         assert of(framework="DeepSpeed", zero_stage_or_fsdp=cell)[0] == "deepspeed-zero3"
     assert of(framework="DeepSpeed", zero_stage_or_fsdp="ZeRO-1") == ("megatron-deepspeed", 1, False)
     assert of(framework="PyTorch FSDP2") == of(framework="PyTorch", zero_stage_or_fsdp="FSDP2") == ("torchtitan", 3, False)
+    for name in ("LLM Foundry", "LitGPT", "Hugging Face Transformers", "Axolotl", "OLMo", "PyTorch Lightning"):
+        assert of(framework=name) == ("composer-fsdp", 3, False)
+        assert of(framework=name, zero_stage_or_fsdp="FSDP2")[0] == "torchtitan"
+    assert of(framework="PyTorch DDP") == ("composer-fsdp", 0, False)
+    assert of(framework="TRL", zero_stage_or_fsdp="ZeRO-3") == ("deepspeed-zero3", 3, False)
+    assert of(framework="GPT-NeoX")[0] == "megatron-deepspeed" and of(framework="Levanter")[0] == "maxtext"
+    # Where no framework is named, how the states are divided tells it.
+    assert of(zero_stage_or_fsdp="FSDP full_shard")[0] == of(zero_stage_or_fsdp="HSDP (shard 8)")[0] == "composer-fsdp"
+    assert of(framework="Megatron-LM", zero_stage_or_fsdp="FSDP")[0] == "megatron"
+    assert of(framework="torchtitan", zero_stage_or_fsdp="FSDP")[0] == "torchtitan"
     assert of(framework="Megatron-LM + FlashAttention") == ("megatron-core", 1, True)  # on A100, too
     assert of(schedule="ZB-2p") == ("megatron-zero-bubble", 1, True)
     assert of(source_key="korth", framework="nanotron") == ("megatron", 0, False)  # a source with an entry says so itself
