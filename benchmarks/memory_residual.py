@@ -19,8 +19,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.assumptions import read_assumptions
 from experiments.fidelity import PUBLISHED, counted_peak_bytes, measured_peak_bytes, unpublished
-from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
+from experiments.published import Modelled, modelled
+from experiments.published_rows import Run, read_runs
 from sim.spec.counts import total_parameters
 from sim.spec.plan import Plan
 from sim.spec.reading import write_file

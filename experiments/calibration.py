@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from experiments.assumptions import read_assumptions
 from experiments.fidelity import unpublished
-from experiments.published import Modelled, modelled, read_assumptions, read_runs
+from experiments.published import Modelled, modelled
+from experiments.published_rows import read_runs
 from experiments.tables import per_cent, seconds
 from sim.calibrate import Calibrated, Elsewhere, Prediction, Told
 from sim.spec.cluster import Cluster

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from experiments.agreement import (
@@ -24,9 +23,11 @@ from experiments.agreement import (
     fit_summary,
     summary,
 )
+from experiments.assumptions import DATA, read_assumptions
 from experiments.constants import Constants
 from experiments.parallel import check_interrupt, in_processes
-from experiments.published import Modelled, NotModelled, Run, modelled, read_assumptions
+from experiments.published import Modelled, NotModelled, modelled
+from experiments.published_rows import Run
 from sim.collector import garbage_collector_paused
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
@@ -40,7 +41,6 @@ from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 
-DATA = Path(__file__).parent / "data"
 PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
 """The runs that are shipped: those that were measured, and those that failed."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from experiments.assumptions import DATA, Assumptions, read_assumptions
 from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
 from experiments.fidelity import (
     counted_peak_bytes,
@@ -31,7 +32,8 @@ from experiments.fidelity import (
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
 from experiments.parallel import check_interrupt, in_processes
-from experiments.published import DATA, Assumptions, Modelled, NotModelled, Run, modelled, read_assumptions
+from experiments.published import Modelled, NotModelled, modelled
+from experiments.published_rows import Run
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.spec.compile import instruction_estimate

@@ -20,7 +20,7 @@ from sim.spec.stack import stacks
 
 if TYPE_CHECKING:
     from experiments.fidelity import Replay
-    from experiments.published import Run
+    from experiments.published_rows import Run
 
 BEGIN, END = "<!-- begin: motley validate -->", "<!-- end: motley validate -->"
 """The lines of a Markdown file between which the tables stand."""
@@ -162,7 +162,7 @@ def validate(
     # They import scipy and read the catalogues, which no other command shall wait for.
     from experiments.constants import parse_constants, read_constants
     from experiments.fidelity import FAILED, PUBLISHED, replay, replay_json
-    from experiments.published import read_failures, read_runs
+    from experiments.published_rows import read_failures, read_runs
 
     _check_fit_flags(fit, holdout, holdout_by, seed, out, constants)
     path, failed_path = runs or PUBLISHED, failures or (FAILED if runs is None else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import fidelity, fitting
-from experiments.published import Run
+from experiments.published_rows import Run
 from tests.experiments.conftest import Ran, World
 from tests.experiments.test_cli_errors import assert_refused
 

@@ -23,6 +23,7 @@ from experiments.agreement import (
     summary,
     table_rankings,
 )
+from experiments.assumptions import DATA, read_assumptions
 from experiments.constants import Constants, parse_constants, read_constants
 from experiments.fidelity import (
     ESTIMATE,
@@ -36,7 +37,8 @@ from experiments.fidelity import (
     replay_json,
 )
 from experiments.plots import ParityPoint, plot_parity
-from experiments.published import DATA, Modelled, Run, modelled, read_assumptions, read_runs
+from experiments.published import Modelled, modelled
+from experiments.published_rows import Run, read_runs
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts, peak_bytes
 from sim.cost.network import Network

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import fitting
+from experiments.assumptions import read_assumptions
 from experiments.constants import Constants, parse_constants, told_factor, with_factor, without_factor
 from experiments.fidelity import PUBLISHED, measured_peak_bytes, measured_s
 from experiments.fitting import (
@@ -22,7 +23,8 @@ from experiments.fitting import (
     fit_stack,
     split,
 )
-from experiments.published import Modelled, Run, modelled, read_assumptions, read_runs
+from experiments.published import Modelled, modelled
+from experiments.published_rows import Run, read_runs
 from sim.cost.estimate import Estimate
 from sim.cost.memory import peak_bytes
 from sim.spec.cluster import links

@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.published import (
-    DATA,
-    Assumptions,
-    Modelled,
-    NotModelled,
-    Run,
-    modelled,
-    read_assumptions,
-    read_failures,
-    read_runs,
-)
+from experiments.assumptions import DATA, Assumptions, read_assumptions
+from experiments.published import Modelled, NotModelled, modelled
+from experiments.published_rows import Run, read_failures, read_runs
 from sim.spec.cluster import links
 from sim.spec.counts import total_parameters
 from sim.spec.plan import Plan
