@@ -60,6 +60,16 @@ NEW = {"memory": "24 GiB", "peak": {"bf16": "100 TFLOP/s"}, "memory_bandwidth": 
         ("MI300X", "bf16", 1307),
         ("L4", "bf16", 121),
         ("H20", "bf16", 148),
+        ("RTX3060", "fp16", 25.5),
+        ("RTX3080", "fp16", 59.5),
+        ("RTX4070Ti", "bf16", 80.2),
+        ("RTX4080", "bf16", 97.5),
+        ("RTX5080", "bf16", 112.6),
+        ("RTX-6000-Ada", "bf16", 364.2),
+        ("A30", "bf16", 165),
+        ("Quadro-RTX8000", "fp16", 130.5),
+        ("GTX1080Ti", "fp16", 11.3),
+        ("MI250", "bf16", 181),
     ],
 )
 def test_peaks_are_those_of_the_datasheets_dense_and_summed_in_fp32(name: str, precision: str, tflop_per_s: float | None) -> None:
@@ -224,6 +234,17 @@ DRIVER_NAMES = {
     "Tesla P100-PCIE-16GB": "P100-16GB-PCIe",
     "Tesla T4": "T4",
     "AMD Instinct MI300X": "MI300X",
+    "NVIDIA GeForce RTX 3060": "RTX3060",
+    "NVIDIA GeForce RTX 4070 SUPER": "RTX4070-Super",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX4070Ti-Super",
+    "NVIDIA GeForce RTX 4080 SUPER": "RTX4080-Super",
+    "NVIDIA GeForce RTX 4090 D": "RTX4090D",
+    "NVIDIA GeForce GTX 1080 Ti": "GTX1080Ti",
+    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "Quadro RTX 8000": "Quadro-RTX8000",
+    "NVIDIA TITAN V": "TITAN-V",
+    "NVIDIA A30": "A30",
+    "AMD Instinct MI210": "MI210",
 }
 
 
@@ -240,9 +261,12 @@ def test_spellings_with_spaces_and_the_names_drivers_print_are_known(spelling: s
 def test_the_catalogue_holds_every_kind_that_people_own() -> None:
     wanted = """
         V100-16GB-SXM V100-32GB-SXM V100-16GB-PCIe V100-32GB-PCIe T4 P40 P100 A10 A10G A40 A100-40GB-SXM A100-40GB-PCIe
-        A100-80GB-SXM A100-80GB-PCIe A800-80GB-SXM A800-80GB-PCIe H100-80GB-SXM H100-80GB-PCIe H100-NVL H800 H20 H200 GH200 B200
-        B300 GB200 GB300 L4 L20 L40 L40S A4000 A5000 A6000 RTX2080 RTX2080Ti RTX3080Ti RTX3090 RTX3090Ti RTX4090 RTX5060Ti RTX5090
-        RTX-PRO-6000 TITAN-RTX MI250X MI300X MI325X MI355X CPU"""
+        A100-80GB-SXM A100-80GB-PCIe A800-80GB-SXM A800-80GB-PCIe H100-80GB-SXM H100-80GB-PCIe H100-NVL H800 H20 H200 GH200
+        B200 B300 GB200 GB300 L4 L20 L40 L40S A4000 A5000 A6000 RTX2080 RTX2080Ti RTX3080Ti RTX3090 RTX3090Ti RTX4090
+        RTX5060Ti RTX5090 RTX-PRO-6000 TITAN-RTX TITAN-V TITAN-Xp GTX1080 GTX1080Ti Quadro-RTX6000 Quadro-RTX8000 A30 A4500
+        RTX3060 RTX3060Ti RTX3070 RTX3070Ti RTX3080 RTX3080-12GB RTX4060 RTX4060Ti RTX4070 RTX4070S RTX4070Ti RTX4070Ti-Super
+        RTX4080 RTX4080S RTX4090D RTX-4000-Ada RTX-5000-Ada RTX-6000-Ada H200-NVL H800-PCIe RTX5060 RTX5070 RTX5070Ti RTX5080
+        MI100 MI210 MI250 MI250X MI300X MI325X MI355X CPU"""
     assert {gpu_kind(name).name for name in wanted.split()} <= set(catalogue())
     assert len({gpu_kind(name).name for name in wanted.split()}) == len(wanted.split())
 
