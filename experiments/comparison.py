@@ -224,10 +224,15 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
-    # Speed and gradients in fp32 go without saying, as they did before there was anything else.
-    told = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
-    others = [repr(getattr(cell, name)).replace(", gradient_precision='fp32'", "") for name in told]
-    return sha256(" ".join([VERSION, _cluster_text(cell.cluster), *others]).encode()).hexdigest()[:16]
+    names = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
+    told = " ".join(repr(getattr(cell, name)) for name in names)
+    for unsaid in UNSAID:
+        told = told.replace(unsaid, "")
+    return sha256(f"{VERSION} {_cluster_text(cell.cluster)} {told}".encode()).hexdigest()[:16]
+
+
+UNSAID = (", gradient_precision='fp32'", ", qk_norm=False")
+"""What goes without saying, as speed as the objective does: so it was before there was anything else, and names stay."""
 
 
 _cluster_text = lru_cache(maxsize=256)(repr)

@@ -309,6 +309,8 @@ def _megatron_model(model: Transformer, notes: _Notes) -> list[str]:
         flags.append(f"--kv-channels {model.head_dim}")
     if model.kv_heads != model.heads:
         flags += ["--group-query-attention", f"--num-query-groups {model.kv_heads}"]
+    if model.qk_norm:
+        flags.append("--qk-layernorm")
     if model.activation == "swiglu":
         flags.append("--swiglu")
     if not model.tied_embeddings:
@@ -496,6 +498,7 @@ def _not_llama(model: Transformer) -> Mapping[str, bool]:
         f"the activation {model.activation}": model.activation != "swiglu",
         f"the norm {model.norm}": model.norm != "rmsnorm" or not model.final_norm,
         "biases": model.attention_bias != "none" or model.mlp_bias,
+        "norms of query and key": model.qk_norm,
         f"positions of the kind {model.position}": model.position != "rotary",
         "a sliding window": model.sliding_window is not None,
         "tied embeddings": model.tied_embeddings,

@@ -102,7 +102,7 @@ def slices(
     A copy of the same rows on several devices of a lane counts once, unless each has only its part of the gradient.
     """
     pieces: list[Piece] = []
-    for parameter in sorted(range_parameters(transformer, layers), key=lambda p: (p.divided == "whole", not p.decays)):
+    for parameter in sorted(range_parameters(transformer, layers), key=lambda p: (p.copied, not p.decays)):
         held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its lane, rows from, to, partial
         for number, lane in enumerate(lanes):
             if parameter not in section_parameters(transformer, lane, layers):

@@ -1,4 +1,4 @@
-"""The weights of Hugging Face models in safetensors, read row by row and written whole: Llama, Mistral, Qwen2 and GPT-2.
+"""The weights of Hugging Face models in safetensors, read row by row and written whole: Llama, Mistral, Qwen2, Qwen3 and GPT-2.
 
 Their matrices are stored (out, in), those of GPT-2's layers (in, out); ours so that tensor parallelism divides the rows (see
 `runtime.parameters`). Each parameter of ours is a stretch along one axis of one of their tensors.
@@ -23,7 +23,7 @@ from runtime.parameters import Parameter, model_parameters
 from sim.spec.reading import DISK_FAILURES, InputError, Table, read_json, write_file
 from sim.spec.transformer import Transformer, from_hugging_face
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "gpt2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +46,8 @@ LLAMA_NAMES: Mapping[str, str] = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
     "attention.output": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
@@ -385,7 +387,11 @@ def _config(transformer: Transformer, dtype: torch.dtype) -> dict[str, Any]:
             config["max_position_embeddings"] = t.max_positions
         if t.head_dim * t.heads != t.hidden:
             config["head_dim"] = t.head_dim
-        if t.attention_bias == "qkv":
+        if t.qk_norm:
+            window = {"sliding_window": t.sliding_window, "max_window_layers": 0, "head_dim": t.head_dim}
+            config |= {"model_type": "qwen3", "use_sliding_window": t.sliding_window is not None} | window
+            config["attention_bias"] = t.attention_bias == "all"
+        elif t.attention_bias == "qkv":
             window = {"sliding_window": t.sliding_window, "max_window_layers": 0}
             config |= {"model_type": "qwen2", "use_sliding_window": t.sliding_window is not None} | window
         elif t.sliding_window is not None or t.hidden % t.heads:  # which Llama has not

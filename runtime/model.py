@@ -162,6 +162,9 @@ class Layer(nn.Module):
         self.attention_norm = Norm(t, section, f"{at}.attention_norm")
         self.qkv_weight = section.parameter(*(f"{name}.weight" for name in attention))
         self.qkv_bias = fused(attention, "bias", t.attention_bias in ("qkv", "all"))
+        self.query_norm = section.parameter(f"{at}.attention.query_norm.weight") if t.qk_norm else None
+        self.key_norm = section.parameter(f"{at}.attention.key_norm.weight") if t.qk_norm else None
+        self.epsilon = t.norm_epsilon
         self.output_weight = section.parameter(f"{at}.attention.output.weight")
         self.output_bias = fused([f"{at}.attention.output"], "bias", t.attention_bias in ("output", "all"))
         self.mlp_norm = Norm(t, section, f"{at}.mlp_norm")
@@ -195,9 +198,15 @@ class Layer(nn.Module):
         """What the heads of this rank read, side by side in the last dimension."""
         qkv_SBND = qkv.view(*qkv.shape[:2], -1, self.head_dim)
         turned_SBND, value_SBND = qkv_SBND.tensor_split((self.heads + self.kv_heads,), dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_SBND, key_SBND = turned_SBND.tensor_split((self.heads,), dim=2)
+            query_SBND = F.rms_norm(query_SBND, self.query_norm.shape, self.query_norm, self.epsilon)
+            key_SBND = F.rms_norm(key_SBND, self.key_norm.shape, self.key_norm, self.epsilon)
+            turned_SBND = torch.cat((query_SBND, key_SBND), dim=2)
         if rotary is not None:
             turned_SBND = _rotated(turned_SBND, rotary)
-            value_SBND = value_SBND.contiguous()  # a copy, so that the unturned query and key need not be kept with it
+            if self.query_norm is None:
+                value_SBND = value_SBND.contiguous()  # a copy, so that the unturned query and key need not be kept with it
         query_SBND, key_SBND = turned_SBND.tensor_split((self.heads,), dim=2)
         query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in (query_SBND, key_SBND, value_SBND))
         read_BNSD = self._around_core(self._core, query_BNSD, key_BNSD, value_BNSD, mask_SS)

@@ -32,7 +32,8 @@ BLOCK = 2**20
 class Parameter:
     """One matrix (`rows`, `width`) of the model, or a vector of `rows` numbers where `width` is None.
 
-    `divided` says how tensor parallelism divides the rows: "whole" (a copy on every rank), "heads", "kv_heads" (in units of
+    `divided` says how tensor parallelism divides the rows: "whole" (a copy on every rank), "every_head" (one, too, which each
+    rank uses for its own heads), "heads", "kv_heads" (in units of
     a head of `unit` rows), "columns" (of the MLP) or "vocabulary" (both in equal parts, rounded up).
     """
 
@@ -55,6 +56,11 @@ class Parameter:
     def size(self) -> int:
         """Numbers of the whole parameter."""
         return self.rows * self.row_size
+
+    @property
+    def copied(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.divided in ("whole", "every_head")
 
     @property
     def decays(self) -> bool:
@@ -107,6 +113,8 @@ def _layer(t: Transformer, place: LayerRange) -> Iterable[Parameter]:
     if t.attention_bias in ("qkv", "all"):
         for part, rows, divided in attention:
             yield Parameter(f"{at}.attention.{part}.bias", place, rows, None, divided, t.head_dim, "zeros")
+    for part in ("query", "key") if t.qk_norm else ():
+        yield Parameter(f"{at}.attention.{part}_norm.weight", place, t.head_dim, None, "every_head", initial="ones")
     yield Parameter(f"{at}.attention.output.weight", place, query, t.hidden, "heads", t.head_dim, "residual")
     if t.attention_bias in ("output", "all"):
         yield Parameter(f"{at}.attention.output.bias", place, t.hidden, None, initial="zeros")
@@ -136,7 +144,7 @@ def rows_of(parameter: Parameter, index: int, tensor_parallel: int) -> tuple[int
 
     Where there are fewer key-value heads than ranks, neighbouring ranks hold a copy of one head each.
     """
-    if parameter.divided == "whole":
+    if parameter.copied:
         return 0, parameter.rows
     units = parameter.rows // parameter.unit
     if units < tensor_parallel and parameter.divided == "kv_heads":
@@ -149,9 +157,11 @@ def rows_of(parameter: Parameter, index: int, tensor_parallel: int) -> tuple[int
 def is_partial(parameter: Parameter, tensor_parallel: int, sequence_parallel: bool) -> bool:
     """Whether each rank's gradient is only its part of a sum over the ranks of its lane that hold the same rows.
 
-    So it is for copied key-value heads, which each rank uses for its own query heads only; and with sequence parallelism for
-    whatever is whole on every rank, which sees only the rank's own tokens.
+    So it is for copied key-value heads, which each rank uses for its own query heads only, for norms of heads,
+    and with sequence parallelism for whatever is whole on every rank, which sees only the rank's own tokens.
     """
+    if parameter.divided == "every_head":
+        return tensor_parallel > 1
     if parameter.divided == "whole":
         return sequence_parallel and tensor_parallel > 1
     return parameter.divided == "kv_heads" and parameter.rows // parameter.unit < tensor_parallel
@@ -206,7 +216,7 @@ class Section:
     ) -> None:
         self.layers = layers
         offset, segments = 0, []
-        for parameter in sorted(parameters, key=lambda p: (p.divided == "whole", not p.decays)):
+        for parameter in sorted(parameters, key=lambda p: (p.copied, not p.decays)):
             start, stop = rows_of(parameter, index, tensor_parallel)
             segments.append(Segment(parameter, start, stop, offset))
             offset += segments[-1].size

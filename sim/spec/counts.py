@@ -74,7 +74,12 @@ def layer_parameter_parts(transformer: Transformer, tensor_parallel: int = 1) ->
             mlp = moe.shared_experts * _mlp_matrices(t, moe.shared_ffn, tensor_parallel)
             biases += moe.shared_experts * _mlp_biases(t, moe.shared_ffn, tensor_parallel)
     return LayerParameters(
-        attention=t.hidden * (qkv + query), mlp=mlp, router=router, experts=experts, norms=2 * _norm(t), biases=biases
+        attention=t.hidden * (qkv + query),
+        mlp=mlp,
+        router=router,
+        experts=experts,
+        norms=2 * _norm(t) + 2 * t.head_dim * t.qk_norm,
+        biases=biases,
     )
 
 
@@ -316,6 +321,7 @@ def layer_activation_bytes(
         divided by the degree of tensor parallelism
             query, key and value                          (a + 2 g) d
             attention's result (the output's input)       a d
+            query and key before their norms, if any      (a + g) d
             MLP: gelu 2 f (its input and its result), relu f (its result), swiglu 3 f (gate, up, and their product; fused)
             softmax of attention: a x 4 bytes (its sum, in fp32) with flash attention, else a s (the scores)
         mixture of experts: k f's in the place of f's, those of the shared experts besides, and whole on every rank
@@ -333,7 +339,7 @@ def layer_activation_bytes(
     if recompute == "full":
         return _share(tokens * t.hidden * precision_bytes, whole_ranks)
     query, keys = _attention_widths(t, tensor_parallel)
-    elements = 2 * query + 2 * keys
+    elements = 2 * query + 2 * keys + (query + keys) * t.qk_norm
     copied_bytes = 0
     if t.experts is None:
         elements += _mlp_kept(t) * _share(t.ffn, tensor_parallel)
@@ -446,6 +452,7 @@ def layer_memory_bytes(
         norm, twice              h in, h out; divided with sequence parallelism
         residual addition, twice 2 h in, h out; divided with sequence parallelism
         rotary position          query and key in and out, 2 (a + g) d; divided by the degree of tensor parallelism
+        norms of query and key   the same
         activation               f in, f out (swiglu 2 f in, f out); divided; for each expert chosen, and shared
         mixture of experts       k h in and out to send the tokens to their experts, k h in and h out to combine them
 
@@ -454,7 +461,7 @@ def layer_memory_bytes(
     t = transformer
     query, keys = _attention_widths(t, tensor_parallel)
     whole = _share(tokens * 10 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    elements = 2 * (query + keys) if t.position == "rotary" else 0
+    elements = 2 * (query + keys) * ((t.position == "rotary") + t.qk_norm)
     per_column = 3 if t.gated else 2
     if t.experts is None:
         elements += per_column * _share(t.ffn, tensor_parallel)
@@ -486,11 +493,11 @@ def attention_memory_bytes(
 def layer_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Kernels that one layer's forward pass launches.
 
-    The matmuls, flash attention, two norms, two residual additions, the rotary position if any, and one activation for each
-    MLP or expert; a mixture of experts also chooses, sends and combines.
+    The matmuls, flash attention, two norms, those of query and key if any, two residual additions, the rotary position if any,
+    and one activation for each MLP or expert; a mixture of experts also chooses, sends and combines.
     """
     t = transformer
     matmuls = layer_matmuls(t, 1, 1, expert_parallel)
     kernels = sum(matmul.count for matmul in matmuls)
     activations = sum(matmul.count for matmul in matmuls if matmul.name.endswith(" down"))
-    return kernels + activations + 1 + 2 + 2 + (t.position == "rotary") + (0 if t.experts is None else 3)
+    return kernels + activations + 1 + 2 + 2 + 2 * t.qk_norm + (t.position == "rotary") + (0 if t.experts is None else 3)

@@ -102,6 +102,8 @@ class Transformer:
     attention_bias: str = "none"
     """Which of the attention's matrices have a bias: none, qkv (query, key, value), output, or all."""
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head's query and key are normalised, by one RMS norm for all queries and one for all keys, as in Qwen3."""
     position: str = "rotary"
     max_positions: int = 0
     """Rows of a learned position table (with its offset: 2050 for OPT); else the published context length, 0 if unknown."""
@@ -265,6 +267,7 @@ def read_transformer(table: Table) -> Transformer:
         "norm": table.choice("norm", NORMS, "rmsnorm"),
         "attention_bias": table.choice("attention_bias", ATTENTION_BIASES, "none"),
         "mlp_bias": table.flag("mlp_bias", False),
+        "qk_norm": table.flag("qk_norm", False),
         "position": table.choice("position", POSITIONS, "rotary"),
         "max_positions": table.integer("max_positions", 0, minimum=1),
         "embedding_width": table.integer("embedding_width", 0, minimum=1),
@@ -499,11 +502,31 @@ def _opt(config: Table) -> dict[str, Any]:
     }
 
 
+def _qwen3(config: Table) -> dict[str, Any]:
+    """As Qwen2 without biases unless it says so, with a width of a head of its own, and norms of query and key."""
+    biases = "all" if config.flag("attention_bias", False) else "none"
+    return _qwen2(config) | {"attention_bias": biases, "qk_norm": True, "head_dim": _integer_or_none(config, "head_dim") or 128}
+
+
+def _qwen3_moe(config: Table) -> dict[str, Any]:
+    """As Qwen3 with experts in every layer, and a width of a head that follows from hidden where it is not given."""
+    shape = _qwen3(config) | {"head_dim": _integer_or_none(config, "head_dim") or 0}
+    if config.get("mlp_only_layers", lambda value: value, "a list of layers", []):
+        raise config.error("mlp_only_layers", "expected none, since every layer must have experts")
+    if (step := config.integer("decoder_sparse_step", 1)) != 1:
+        raise config.error("decoder_sparse_step", f"expected 1, since every layer must have experts, but got {step}")
+    experts, top_k = config.integer("num_experts", minimum=1), config.integer("num_experts_per_tok", minimum=1)
+    width = config.integer("moe_intermediate_size", minimum=1)
+    return shape | {"experts": _made(config, lambda: Moe(experts, top_k, width))}
+
+
 HUGGING_FACE_TYPES: Mapping[str, Callable[[Table], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
+    "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
     "gpt_neox": _gpt_neox,

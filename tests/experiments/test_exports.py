@@ -189,6 +189,7 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--num-experts", "--moe-router-topk"}),
         ({"model": "mistral-7b"}, {"--window-size"}),
         ({"model": "qwen2.5-7b"}, {"--add-qkv-bias", "--disable-bias-linear"}),
+        ({"model": "qwen3-8b"}, {"--qk-layernorm", "--disable-bias-linear"}),
     ],
 )
 def test_what_a_plan_says_has_its_flag(changes: dict[str, Any], expected: set[str]) -> None:

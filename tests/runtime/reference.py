@@ -111,6 +111,10 @@ def _attention(t: Transformer, weights: Weights, at: str, x_BSH: torch.Tensor) -
     for n in range(t.heads):
         of_keys = slice((n * t.kv_heads // t.heads) * t.head_dim, (n * t.kv_heads // t.heads + 1) * t.head_dim)
         q, k, v = query[..., n * t.head_dim : (n + 1) * t.head_dim], key[..., of_keys], value[..., of_keys]
+        if t.qk_norm:
+            root_of_square = [torch.sqrt((x**2).mean(-1, keepdim=True) + t.norm_epsilon) for x in (q, k)]
+            q = q / root_of_square[0] * weights[f"{at}.query_norm.weight"]
+            k = k / root_of_square[1] * weights[f"{at}.key_norm.weight"]
         if t.position == "rotary":
             q, k = _turn(t, q), _turn(t, k)
         scores = (q @ k.transpose(1, 2) / math.sqrt(t.head_dim)).masked_fill(hidden_keys, -math.inf)

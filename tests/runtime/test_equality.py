@@ -25,6 +25,7 @@ STEPS = 5
 TOKENS = 4000
 
 LLAMA = Transformer(name="small-llama", layers=4, hidden=32, ffn=48, heads=4, kv_heads=2, vocab=96)
+NORMED = dataclasses.replace(LLAMA, name="small-qwen", qk_norm=True, tied_embeddings=True)
 GPT = Transformer(
     name="small-gpt",
     layers=4,
@@ -95,6 +96,9 @@ PLANS = {
     ),
     "degree 4 beside 1, sequence parallel": plan_of(
         LLAMA, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), pipeline(1, 3, ((0, 4), (4,))), sequence_parallel=True
+    ),
+    "norms of query and key, degree 4 beside 1": plan_of(
+        NORMED, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), pipeline(1, 3, ((0, 2), (4,)), ((2, 4), (5,))), zero_stage=1
     ),
     "uneven replicas": plan_of(LLAMA, pipeline(4, 2, ((0, 2), ((0,), 3), ((1, 2), 1)), ((2, 4), ((3,), 2), ((4, 5), 2)))),
     "tied embeddings over stages": plan_of(

@@ -64,6 +64,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral-odd-heads": lambda: make("Mistral", num_attention_heads=6, head_dim=8, sliding_window=None),
     "qwen2": lambda: make("Qwen2", num_key_value_heads=1),
     "qwen2-window": lambda: make("Qwen2", use_sliding_window=True, max_window_layers=0, sliding_window=5),
+    "qwen3": lambda: make("Qwen3", num_key_value_heads=2, head_dim=24),
+    "qwen3-window": lambda: make("Qwen3", head_dim=8, use_sliding_window=True, max_window_layers=0, sliding_window=5),
     "gpt2": lambda: make("GPT2", layer_norm_epsilon=1e-4),
     "gpt2-untied": lambda: make("GPT2", tie_word_embeddings=False, n_inner=40),
 }
@@ -118,6 +120,8 @@ def expected(model: Any, parameter: Parameter) -> torch.Tensor:
         words = {
             "embedding.tokens": "model.embed_tokens",
             "attention_norm": "input_layernorm",
+            "attention.query_norm": "self_attn.q_norm",
+            "attention.key_norm": "self_attn.k_norm",
             "attention.query": "self_attn.q_proj",
             "attention.key": "self_attn.k_proj",
             "attention.value": "self_attn.v_proj",
@@ -277,8 +281,11 @@ LLAMA_3_SCALING = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0}
             "rope_parameters.partial_rotary_factor: expected 1",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, but got 'gelu'"),
-        ({"model_type": "opt"}, "model_type: expected one of llama, mistral, qwen2, gpt2, but got 'opt'"),
-        ({"model_type": "lama"}, "model_type: expected one of llama, mistral, qwen2, gpt2, but got 'lama'; did you mean llama?"),
+        ({"model_type": "opt"}, "model_type: expected one of llama, mistral, qwen2, qwen3, gpt2, but got 'opt'"),
+        (
+            {"model_type": "lama"},
+            "model_type: expected one of llama, mistral, qwen2, qwen3, gpt2, but got 'lama'; did you mean llama?",
+        ),
         ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
     ],
 )

@@ -46,6 +46,8 @@ MODELS: Mapping[str, Transformer] = {
     "tied llama": replace(LLAMA, tied_embeddings=True),
     "biases of query, key and value": replace(LLAMA, attention_bias="qkv"),
     "biases in a gated mlp": replace(LLAMA, attention_bias="output", mlp_bias=True),
+    "norms of query and key": replace(LLAMA, qk_norm=True, head_dim=6),
+    "norms of query and key in a gpt": replace(GPT, qk_norm=True),
     "a window and grouped keys": replace(LLAMA, sliding_window=3),
     "a window as long as the sequence": replace(GPT, sliding_window=8),
     "a window in a gpt": replace(GPT, sliding_window=1),
@@ -255,7 +257,7 @@ def kept_bytes(part: ModelPart, x_SBH: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["llama with grouped keys", "gpt", "relu, no final norm"])
+@pytest.mark.parametrize("name", ["llama with grouped keys", "norms of query and key", "gpt", "relu, no final norm"])
 def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute: str) -> None:
     """Up to 1 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused."""
     transformer = replace(MODELS[name], hidden=64, head_dim=16, ffn=160, max_positions=32)
@@ -264,6 +266,8 @@ def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute:
     x_SBH = torch.randn(32, 1, 64, requires_grad=True)
     expected = layer_activation_bytes(transformer, 1, 32, 1, False, recompute, 4)
     unfused = 2 * x_SBH.nbytes if transformer.norm == "rmsnorm" and recompute != "full" else 0
+    if transformer.qk_norm and recompute != "full":
+        unfused += 32 * (transformer.heads + transformer.kv_heads) * transformer.head_dim * 4
     assert expected <= kept_bytes(part, x_SBH) - unfused <= 1.01 * expected
 
 

@@ -54,6 +54,7 @@ SMALL_VOCABULARY = replace(LLAMA, vocab=9, padded_vocab=9)
 """Over 4 ranks 3, 3, 3 and 0 rows."""
 PADDED = replace(LLAMA, vocab=9, padded_vocab=24)
 """Over 4 ranks 6, 3, 0 and 0 rows without the padding."""
+NORMED = replace(LLAMA, qk_norm=True)
 ONE_KEY = replace(LLAMA, kv_heads=1, attention_bias="qkv")
 
 CASES = {
@@ -63,6 +64,9 @@ CASES = {
     "gpt over 2, sequence parallel": Case(GPT, 2, True),
     "one key head over 2": Case(ONE_KEY, 2),
     "one key head over 2, sequence parallel": Case(ONE_KEY, 2, True),
+    "norms of query and key over 2": Case(NORMED, 2),
+    "norms of query and key over 2, sequence parallel, attention recomputed": Case(NORMED, 2, True, "selective"),
+    "norms of query and copied keys over 4": Case(NORMED, 4),
     "gpt over 2, deferred": Case(GPT, 2, deferred=True),
     "llama over 2, sequence parallel, deferred and recomputed": Case(LLAMA, 2, True, "full", deferred=True),
     "llama over 2, recomputed": Case(LLAMA, 2, False, "full"),

@@ -59,6 +59,16 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
     "opt-350m": 331_196_416,
     "opt-1.3b": 1_315_758_080,
     "opt-6.7b": 6_658_473_984,
@@ -174,6 +184,17 @@ def test_one_rank_of_a_tensor_parallel_group_counted_by_hand() -> None:
     assert head_parameters_at(gpt, 8) == 2 * 12288
     assert tied_copy_parameters_at(gpt, 8) == 51200 // 8 * 12288
     assert tied_copy_parameters_at(qwen, 8) == 0
+
+
+def test_norms_of_query_and_key_are_on_every_rank() -> None:
+    with_norms, without = (Transformer("m", 2, 64, 96, 4, 50, kv_heads=2, head_dim=16, qk_norm=norms) for norms in (True, False))
+    for ranks in (1, 2, 4):
+        assert layer_parameters_at(with_norms, ranks) - layer_parameters_at(without, ranks) == 2 * 16
+    # Query and key are kept as they were, read and written once more, by two kernels more.
+    kept = [layer_activation_bytes(t, 1, 32, 2, False, "none", 2) for t in (with_norms, without)]
+    moved = [layer_memory_bytes(t, 32, 2, False, 2) for t in (with_norms, without)]
+    assert kept[0] - kept[1] == 32 * (2 + 1) * 16 * 2 and moved[0] - moved[1] == 2 * 32 * (2 + 1) * 16 * 2
+    assert layer_kernels(with_norms) - layer_kernels(without) == 2
 
 
 def test_fewer_key_value_heads_than_ranks_are_copied() -> None:

@@ -47,6 +47,39 @@ QWEN2_7B = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+QWEN3_8B = {
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+}
 MISTRAL_7B = {
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -314,6 +347,8 @@ def test_null_stands_for_no_window_and_no_experts() -> None:
     [
         (LLAMA_3_8B, "llama-3-8b"),
         (QWEN2_7B, "qwen2.5-7b"),
+        (QWEN3_8B, "qwen3-8b"),
+        (QWEN3_30B_A3B, "qwen3-30b-a3b"),
         (MISTRAL_7B, "mistral-7b"),
         (MIXTRAL_8X7B, "mixtral-8x7b"),
         (GPT2, "gpt2"),
@@ -349,11 +384,14 @@ def test_the_rotary_base_stands_in_its_own_key_or_inside_the_newer_ones() -> Non
     assert hugging_face(PYTHIA_1_4B | {"rotary_emb_base": 20_000}).rope_theta == 20_000
 
 
+LLAMAS = [LLAMA_3_8B, MISTRAL_7B, QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B, MIXTRAL_8X7B]
+OTHERS = [GPT2, GPT_NEO_2_7B, PYTHIA_1_4B, OPT_350M]
 DEFAULTS = {"llama": (1e-6, 1e4), "mistral": (1e-6, 1e4), "qwen2": (1e-6, 1e4), "mixtral": (1e-5, 1e6), "gpt2": (1e-5, 1e4)}
+DEFAULTS |= dict.fromkeys(("qwen3", "qwen3_moe"), (1e-6, 1e4))
 DEFAULTS |= dict.fromkeys(("gpt_neo", "gpt_neox", "opt"), (1e-5, 1e4))
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_8B, MISTRAL_7B, QWEN2_7B, MIXTRAL_8X7B, GPT2, GPT_NEO_2_7B, PYTHIA_1_4B, OPT_350M])
+@pytest.mark.parametrize("config", [*LLAMAS, *OTHERS])
 def test_epsilon_and_rotary_base_default_to_those_of_the_class(config: dict[str, Any]) -> None:
     bare = {key: value for key, value in config.items() if "eps" not in key and not key.startswith("rope")}
     read = hugging_face(bare)
@@ -389,6 +427,19 @@ def test_qwen_uses_its_window_only_where_it_says_so() -> None:
         hugging_face(QWEN2_7B | {"use_sliding_window": True, "max_window_layers": 14})
 
 
+def test_the_width_of_a_head_of_qwen3_does_not_follow_from_hidden_but_with_experts_it_does() -> None:
+    narrow = {key: value for key, value in QWEN3_8B.items() if key != "head_dim"} | {"hidden_size": 2048}
+    assert hugging_face(narrow).head_dim == 128
+    assert hugging_face({key: value for key, value in QWEN3_30B_A3B.items() if key != "head_dim"}).head_dim == 64
+    assert hugging_face(QWEN3_8B | {"attention_bias": True}).attention_bias == "all"
+
+
+@pytest.mark.parametrize("change", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_layers_without_experts_beside_those_that_have_some_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"^config.json: {next(iter(change))}: expected .*, since every layer must have experts"):
+        hugging_face(QWEN3_30B_A3B | change)
+
+
 def test_opt_variants() -> None:
     plain = {key: value for key, value in OPT_350M.items() if key not in ("word_embed_proj_dim", "do_layer_norm_before")}
     assert hugging_face(plain).embedding_width == 1024
@@ -405,7 +456,8 @@ def test_opt_variants() -> None:
         ({}, "config.json: model_type: is missing"),
         (
             {"model_type": "lama"},
-            "config.json: model_type: expected one of llama, mistral, qwen2, mixtral, gpt2, gpt_neo, gpt_neox, opt, "
+            "config.json: model_type: expected one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, gpt2, gpt_neo, "
+            "gpt_neox, opt, "
             "but got 'lama'; did you mean llama?",
         ),
         ({"model_type": "llama"}, "config.json: num_hidden_layers: is missing"),
