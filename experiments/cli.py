@@ -18,6 +18,7 @@ from experiments.commands.discover import discover
 from experiments.commands.experiment import experiment
 from experiments.commands.explain import explain
 from experiments.commands.export import export
+from experiments.commands.list import list_ as list_command
 from experiments.commands.loop import loop
 from experiments.commands.plan import plan
 from experiments.commands.report import report
@@ -63,6 +64,7 @@ for command in (
     experiment,
 ):
     app.command()(command)
+app.command("list")(list_command)
 app.add_typer(testbed, name="testbed")
 
 

@@ -694,11 +694,11 @@ def cells_table(title: str, cells: Cells) -> Group:
 
 
 def cells_markdown(title: str, cells: Cells) -> str:
-    """The same as Markdown, with a heading."""
+    """The same as Markdown, below its title, if it has one."""
     marks = ["--:" if all(_is_figure(row[i]) for row in cells[1:]) else "---" for i in range(len(cells[0]))]
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
     lines.insert(1, f"|{'|'.join(marks)}|")
-    return f"**{title}**\n\n" + "\n".join(lines) + "\n"
+    return (f"**{title}**\n\n" if title else "") + "\n".join(lines) + "\n"
 
 
 def _is_figure(text: str) -> bool:
