@@ -59,7 +59,11 @@ class Dealt:
     @property
     def pace_s(self) -> float:
         """When the last pipeline ends its last backward by its pace, and a step after it: a first guess at the iteration."""
-        ends = [cut.pace.fill_s + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True)]
+        return self.paced_s(1)
+
+    def paced_s(self, chunks: int) -> float:
+        """The same where pipelines fill and drain in so small a part of the time, as stages of so many ranges of layers may."""
+        ends = [cut.pace.fill_s / chunks + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True)]
         return max(ends) + self.step_s
 
 

@@ -1,7 +1,8 @@
 """Estimates for a search: `sim.cost.estimates`, whose arithmetic is compiled beside the search, once on a machine.
 
-That takes about twenty seconds, which a search may not have. So a process of its own does it (`python -m partition.estimated`),
-which outlives the search where it must: what it compiles is kept on disk, and the next search has it.
+That takes about twenty seconds, which a search may not have, and that of the exact ones (`sim.cost.estimate`) some more. So a
+process of its own does it (`python -m partition.estimated`), which outlives the search where it must: what it compiles is kept on
+disk, and the next search has it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache
 from hashlib import sha1, sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 from partition.parallel import interrupts_held
+from sim.cost.estimate import Estimate
 from sim.cost.estimates import Estimates
-from sim.spec.cluster import Cluster, Intra, Node
+from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import gpu_kind
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
@@ -39,7 +42,7 @@ class Preparation:
     def __init__(self, cluster: Cluster, job: Job) -> None:
         self._cluster, self._job = cluster, job
         self._estimates: Estimates | None = None
-        self._compilation = None if is_compiled() else _compile_beside()
+        self._compilation = None if is_compiled() and is_exact_compiled() else _compile_beside()
 
     def estimates(self, wait_s: float = 0.0) -> Estimates | None:
         """The estimates, or None where their arithmetic is not compiled within these seconds."""
@@ -54,14 +57,26 @@ class Preparation:
                 time.sleep(POLL_S)
             with interrupts_held():  # the loading of compiled code would swallow Ctrl-C
                 _estimate_once()
+                if is_exact_compiled():
+                    _estimate_exactly()
                 self._estimates = Estimates(self._cluster, self._job)
         return self._estimates
 
 
 def is_compiled() -> bool:
-    """Whether numba has kept the compiled arithmetic: where it is told to, beside the source, or where a user's caches are."""
-    source = _source()
-    name = f"{source.stem}.evaluate-*.nbi"
+    """Whether the arithmetic of estimates is compiled."""
+    return _is_kept("sim.cost.recurrence", "evaluate")
+
+
+def is_exact_compiled() -> bool:
+    """Whether that of exact estimates is."""
+    return _is_kept("sim.cost.meeting", "met_ends_s")
+
+
+def _is_kept(module: str, function: str) -> bool:
+    """Whether numba has kept a compiled function: where it is told to, beside the source, or where a user's caches are."""
+    source = _source(module)
+    name = f"{source.stem}.{function}-*.nbi"
     # Of several folders of sources, each has one named so in a common one.
     own = f"{source.parent.name}_{sha1(str(source.parent).encode()).hexdigest()}"
     if told := os.environ.get("NUMBA_CACHE_DIR"):
@@ -72,9 +87,9 @@ def is_compiled() -> bool:
     return any(file.stat().st_mtime >= source.stat().st_mtime for file in kept)
 
 
-def _source() -> Path:
-    """The file of the arithmetic."""
-    found = find_spec("sim.cost.recurrence")
+def _source(module: str) -> Path:
+    """The file of a module."""
+    found = find_spec(module)
     assert found is not None and found.origin is not None
     return Path(found.origin)
 
@@ -100,7 +115,7 @@ def main() -> int:
     except ImportError:  # elsewhere two may do the same
         pass
     else:
-        name = sha256(str(_source()).encode()).hexdigest()[:16]
+        name = sha256(str(_source("sim.cost.recurrence")).encode()).hexdigest()[:16]
         lock = (Path(tempfile.gettempdir()) / f"motley-{os.getuid()}-{name}.lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,17 +123,29 @@ def main() -> int:
             return BUSY
         os.nice(5)
     _estimate_once()
+    _estimate_exactly()
     return 0
+
+
+MODEL = "gpt3-125m"
+NODE = Node("a", gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9), Nic("infiniband", 25e9))
 
 
 @cache
 def _estimate_once() -> None:
     """Nothing; has the arithmetic compiled, or what was compiled loaded, by the estimate of a small plan."""
-    job = Job(transformer("gpt3-125m"), 512, 4)
-    cluster = Cluster("one", (Node("a", gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9)),))
+    job, cluster = Job(transformer(MODEL), 512, 4), Cluster("one", (NODE,))
     stages = [[Stage((Replica((f"a/{2 * p + s}",), 1),), ((6 * s, 6 * s + 6),)) for s in range(2)] for p in range(2)]
     pipelines = tuple(Pipeline(1, 2, tuple(own)) for own in stages)
-    Estimates(cluster, job).iteration_s(Plan(cluster.name, "gpt3-125m", 512, 4, pipelines))
+    Estimates(cluster, job).iteration_s(Plan(cluster.name, MODEL, 512, 4, pipelines))
+
+
+@cache
+def _estimate_exactly() -> None:
+    """The same for exact estimates, by a plan whose messages meet: forward to one stage and back to another on one way."""
+    cluster = Cluster("two", (NODE, replace(NODE, name="b")))
+    stages = tuple(Stage((Replica((name,), 1),), ((4 * s, 4 * s + 4),)) for s, name in enumerate(("a/0", "b/0", "a/1")))
+    Estimate(Plan(cluster.name, MODEL, 512, 4, (Pipeline(1, 4, stages),)), cluster).iteration_s()
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ by their speed. So the search is over layouts alone:
        join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
        to a better one.
     4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
-    5  The finalists are judged by the search's own judge, then changes of the best of them.
+    5  The finalists are judged by the search's own judge, then the best shapes with several ranges of layers in each stage
+       (`partition.chunks`) where exact estimates say that they are better, then changes of the best.
 
 Where GPUs cost something (`partition.charges`), seconds count for what they cost.
 All this goes by estimates (`sim.cost.estimates`), which among deals and finalists follow messages that meet; until they are
 compiled, once on a machine, prices take their place (`partition.pricing`), a few closed forms. Leaving slow GPUs out is a legal
 answer.
-Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3 but for grids, several ranges of layers
-in one stage.
+Left out: groups that span nodes, stages whose replicas share a micro-batch, ZeRO 2 and 3 but for grids; cuts of the layers that
+are made for several ranges.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle, islice, product, zip_longest
+from itertools import chain, cycle, islice, product, zip_longest
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from partition.assembly import Assembly
 from partition.charges import Charges
+from partition.chunks import CHUNKS, chunked
 from partition.deals import (
     MICRO_BATCHES,
     SCHEDULES,
@@ -67,7 +69,7 @@ from partition.drafts import (
     unlike,
     usable_nodes,
 )
-from partition.estimated import Preparation
+from partition.estimated import Preparation, is_exact_compiled
 from partition.graph import DeviceGraph
 from partition.grids import Grids
 from partition.parallel import News, beside, cores, side_by_side
@@ -77,6 +79,7 @@ from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
 from partition.shortage import least_hungry
+from sim.cost.estimate import Estimate
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
@@ -98,7 +101,11 @@ MOST_MET = 40
 
 PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.15, 0.76, 0.765, 0.775, 0.83, 0.91, 0.95
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
-tuning and the judging of finalists end; the rest is for changes of the best."""
+tuning and the judging of finalists end."""
+
+GRIDDED, CHUNKED = 0.96, 0.97
+"""Those after which the pacing of grids ends, and the trial of several ranges of layers a stage; the rest is for changes of the
+best."""
 
 SETTLED, RESTARTED, DESCENDED, PASSED = 0.15, 0.3, 0.6, 0.8
 """The shares of the time for deals after which end: first steps from starts, first steps from random deals, descents from where
@@ -165,6 +172,10 @@ TUNINGS, POLISHED = 60, 200
 
 TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
+
+CHUNKED_SHAPES, CHUNKED_GRIDS, CHUNKED_NEAR = 6, 12, 1.2
+"""So many of the best shapes, and so many grids, are tried with several ranges of layers a stage, if they take at most so many
+times as long as the best."""
 
 MOST_SIZES = 16
 """All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
@@ -1187,9 +1198,72 @@ class _Hunt:
             entries += [(self.draft_s(*other, math.inf), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
         tuned = self._side_by_side(self._tuned, entries, self.search.check_budget)
-        best = self._best_judged([*sorted(tuned, key=lambda entry: entry[0]), *entries])
-        if best is not None:
+        entries = [*sorted(tuned, key=lambda entry: entry[0]), *entries]
+        best = self._best_judged(entries)
+        if best is not None and not self.chunk([best, *entries], best[0]):
             self.polish(*best)
+
+    def chunk(self, entries: Sequence[tuple[float, Draft, Settings]], least_s: float) -> bool:
+        """Whether something with several ranges of layers in each stage is better by the judge.
+
+        The best of different shapes are tried, and the grids that do best where filling and draining take so much less time.
+        """
+        if not is_exact_compiled():  # next time
+            self.search.cut = True
+            return False
+        shapes: dict[object, tuple[float, Draft, Settings]] = {}
+        for seconds, draft, settings in entries:
+            if seconds < CHUNKED_NEAR * least_s:
+                shape = tuple([(len(p.stages), p.micro_batch, sum(len(s.devices) for s in p.stages)) for p in draft])
+                shapes.setdefault((shape, settings.sequence_parallel), (seconds, draft, settings))
+        near = [(draft, settings) for _, draft, settings in list(shapes.values())[:CHUNKED_SHAPES]]
+        both = zip_longest(self._chunked_grids(CHUNKED_NEAR * least_s), near)
+        tasks = [(least_s, *entry) for pair in both for entry in pair if entry is not None]
+        found = [entry for made in self._side_by_side(self._chunked, tasks, self.search.check_budget) for entry in made]
+        found.sort(key=lambda entry: entry[0])
+        judged = self.judged([(draft, settings) for _, draft, settings in found[:TOGETHER]])
+        return min(judged, default=math.inf) < least_s
+
+    def _chunked_grids(self, most_s: float) -> list[tuple[Draft, Settings]]:
+        """The symmetric grids that may be best with several ranges of layers a stage: by pace, and the filling that is left."""
+        found: list[tuple[float, Layout]] = []
+        for layout in chain.from_iterable(self._gridded(part) for part in parts(list(self.nodes.values()))):
+            depth = len(layout.pipelines[0])
+            if self.late(GRIDDED):
+                break
+            dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings) if depth > 1 else None
+            if dealt is not None:
+                paced_s = dealt.paced_s(max(1, min(CHUNKS[-1], self.job.model.layers // depth)))
+                found.append((self.charges.least_s(paced_s, _devices(layout)), layout))
+        found.sort(key=lambda entry: entry[0])
+        drafts: list[tuple[Draft, Settings]] = []
+        for seconds, layout in found:
+            if seconds >= most_s or len(drafts) == CHUNKED_GRIDS or self.late(GRIDDED):
+                break
+            draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
+            if draft is not None:  # and fits in memory
+                drafts.append((draft, layout.settings))
+        return drafts
+
+    def _chunked(self, task: tuple[float, Draft, Settings]) -> list[tuple[float, Draft, Settings]]:
+        """The drafts of several ranges a stage, made of one, that take less than some seconds by their exact estimates."""
+        least_s, draft, settings = task
+        charge = self.charges.of_draft(draft, settings)
+        found, last_s = [], math.inf
+        for made in chunked(draft, settings):
+            if self.late(CHUNKED):
+                break
+            plan = make_plan(self.search.cluster, self.job, *made)
+            if infeasible(plan, self.search.cluster) is not None:
+                continue
+            made_s = self.charges.drafted_s(Estimate(plan, self.search.cluster, self.pricing.network).iteration_s(), charge)
+            if made_s < least_s:
+                found.append((made_s, *made))
+            if made[1].schedule == "interleaved":
+                if made_s > last_s:  # messages take more than is saved
+                    break
+                last_s = made_s
+        return found
 
     def _best_judged(self, entries: Sequence[tuple[float, Draft, Settings]]) -> tuple[float, Draft, Settings] | None:
         """The best by the judge of some drafts, with its judged seconds; None where none can run.

@@ -18,6 +18,7 @@ from sim.simulation import simulation
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline
 from tests.partition.small_worlds import job, mixed
+from tests.partition.test_chunks import chunked_best
 
 WORLD, JOB = mixed(), job()
 DRAFT = (Pipeline(1, 16, (stage(("slow/0",), (0, 3), 1, "none"), stage(("fast/0",), (3, 8), 1, "none"))),)
@@ -104,3 +105,23 @@ def test_what_was_compiled_into_another_folder_counts(tmp_path: Path, monkeypatc
     assert not estimated.is_compiled()
     (told / own / "recurrence.evaluate-1.py311.nbi").write_text("")
     assert estimated.is_compiled()
+
+
+def test_exact_estimates_are_compiled_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("_estimate_once", "_estimate_exactly"):
+        monkeypatch.setattr(estimated, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(estimated.os, "nice", lambda by: None)
+    assert estimated.main() == 0 and done == ["_estimate_once", "_estimate_exactly"]
+    # A machine that has the former alone is given the latter beside a search, which goes on without.
+    asked: list[int] = []
+    monkeypatch.setattr(estimated, "is_compiled", lambda: True)
+    monkeypatch.setattr(estimated, "is_exact_compiled", lambda: False)
+    monkeypatch.setattr(estimated, "_compile_beside", lambda: asked.append(0) or Compilation(None))
+    assert Preparation(WORLD, JOB).estimates() is not None and asked == [0]
+
+
+def test_without_exact_estimates_stages_keep_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partition.planners.motley.is_exact_compiled", lambda: False)
+    won, search, _ = chunked_best(50e9)
+    assert not won and search.cut

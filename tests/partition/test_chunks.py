@@ -1,0 +1,87 @@
+"""Several ranges of layers a stage: drafts that are made of others keep what these have, and win where filling takes long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partition.chunks import CHUNKS, chunked
+from partition.drafts import Draft, Settings, make_plan, stage, usable_nodes
+from partition.planners.motley import Layout, _Hunt
+from partition.search import Search
+from sim.cost.estimate import Estimate
+from sim.simulation import simulation
+from sim.spec.cluster import Cluster, Fabric, Nic
+from sim.spec.job import Job
+from sim.spec.judge import Cost
+from sim.spec.plan import Pipeline
+from sim.spec.transformer import Transformer
+from tests.partition.small_worlds import cluster, node
+
+
+def world(bytes_per_s: float) -> Cluster:
+    """Eight A100, each on a node of its own."""
+    nodes = [replace(node(f"n{i}", "A100-80GB-SXM", 1), nic=Nic("infiniband", bytes_per_s)) for i in range(8)]
+    return replace(cluster(*nodes), fabric=Fabric(5e-6))
+
+
+def job_of(layers: int, batch: int) -> Job:
+    return Job(Transformer("own", layers, 2048, 5504, 16, 32000), 2048, batch, "bf16")
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=2).filter(
+        lambda cuts: len({sum(cut) for cut in cuts}) == 1 and sum(map(len, cuts)) <= 8
+    )
+)
+def test_stages_keep_their_layers_and_visits_are_those_of_the_schedule(cuts: list[list[int]]) -> None:
+    where, at = world(12.5e9), 0
+    pipelines = []
+    for cut in cuts:
+        stages, first = [], 0
+        for count in cut:
+            stages.append(stage([f"n{at}/0"], (first, first + count), 1, "none", full=count // 2))
+            first, at = first + count, at + 1
+        pipelines.append(Pipeline(1, 4, tuple(stages)))
+    draft: Draft = tuple(pipelines)
+    made = list(chunked(draft, Settings()))
+    fewest, depth = min(map(min, cuts)), max(map(len, cuts))
+    ranges = [] if depth == 1 else [2] * (fewest >= 2) + [count for count in CHUNKS if count <= fewest]
+    assert [len(found[0].stages[0].layers) for found, _ in made] == ranges
+    for found, settings in made:
+        plan = make_plan(where, job_of(sum(cuts[0]), 4 * len(cuts)), found, settings)  # which checks the order of visits
+        Estimate(plan, where)
+        for ours, theirs in zip(found, draft, strict=True):
+            for one, other in zip(ours.stages, theirs.stages, strict=True):
+                assert (one.layer_count, one.replicas, one.recompute) == (other.layer_count, other.replicas, other.recompute)
+    assert not list(chunked(draft, Settings(zero_stage=2)))
+
+
+def chunked_best(bytes_per_s: float) -> tuple[bool, Search, float]:
+    """Whether several ranges were better than one, in eight stages with few micro-batches; the search; the seconds of one."""
+    where, job = world(bytes_per_s), job_of(32, 8)
+    search = Search(where, job, simulation(where, job), 0, 1e9)
+    hunt = _Hunt(search, usable_nodes(search))
+    layout = Layout((tuple((device.name,) for device in where.devices),), 1, Settings())
+    draft = hunt.assembly.draft(layout.pipelines, 1, layout.settings)
+    assert draft is not None
+    (seconds,) = hunt.judged([(draft, layout.settings)])
+    return hunt.chunk([(seconds, draft, layout.settings)], seconds), search, seconds
+
+
+def test_where_filling_takes_long_and_links_are_fast_several_ranges_win() -> None:
+    won, search, seconds = chunked_best(50e9)
+    assert won and search.best is not None
+    plan, cost = search.best
+    assert plan.schedule in ("interleaved", "zb-v") and len(plan.pipelines[0].stages[0].layers) > 1
+    assert cost.iteration_s < 0.95 * seconds
+    verdict = simulation(search.cluster, search.job)(plan)
+    assert isinstance(verdict, Cost) and verdict.iteration_s == pytest.approx(cost.iteration_s)
+
+
+def test_where_links_are_slow_one_range_stays() -> None:
+    won, search, seconds = chunked_best(0.125e9)
+    assert not won and search.best is not None and search.best[1].iteration_s == seconds
