@@ -9,8 +9,8 @@ by their speed. So the search is over layouts alone:
        (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of pipelines
        and from random deals, then all the way from the best of these and from the best of many random deals of as many
        pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the best. Where
-       they end is judged. So are those grids that divide gradients, parameters
-       or experts (`partition.grids`) and may be better.
+       they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or whose stages
+       hold several ranges of layers (`partition.chunks`), and may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -18,8 +18,8 @@ by their speed. So the search is over layouts alone:
        join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
        to a better one.
     4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
-    5  The finalists are judged by the search's own judge, then the best shapes with several ranges of layers in each stage
-       (`partition.chunks`) where exact estimates say that they are better, then changes of the best.
+    5  The finalists are judged by the search's own judge, then the best shapes with several ranges of layers in each stage where
+       exact estimates say that they are better, then changes of the best.
 
 Where GPUs cost something (`partition.charges`), seconds count for what they cost.
 All this goes by estimates (`sim.cost.estimates`), which among deals and finalists follow messages that meet; until they are
@@ -103,9 +103,8 @@ PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.1
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end."""
 
-GRIDDED, CHUNKED = 0.96, 0.97
-"""Those after which the pacing of grids ends, and the trial of several ranges of layers a stage; the rest is for changes of the
-best."""
+CHUNKED = 0.97
+"""That after which the trial of several ranges of layers a stage ends; the rest is for changes of the best."""
 
 SETTLED, RESTARTED, DESCENDED, PASSED = 0.15, 0.3, 0.6, 0.8
 """The shares of the time for deals after which end: first steps from starts, first steps from random deals, descents from where
@@ -163,6 +162,9 @@ simulation takes no more work than this where there is such a one."""
 
 DIVIDED = 0.04
 """The share of the budget after which the pricing of grids ends; after another one their estimates do."""
+
+INTERLEAVED = 0.03
+"""The share in which grids are tried with several ranges of layers a stage; half of it is for which of them."""
 
 FINALISTS, SCHEDULED = 24, 2
 """So many are judged, and so many of the best are tried with all schedules before."""
@@ -297,6 +299,7 @@ class _Hunt:
         self.begin()
         self.load()
         self.try_grids()
+        self.try_chunked_grids()
         self.start()
         self.resettle()
         self.explore()
@@ -1203,55 +1206,66 @@ class _Hunt:
         if best is not None and not self.chunk([best, *entries], best[0]):
             self.polish(*best)
 
-    def chunk(self, entries: Sequence[tuple[float, Draft, Settings]], least_s: float) -> bool:
-        """Whether something with several ranges of layers in each stage is better by the judge.
+    def try_chunked_grids(self) -> None:
+        """Has grids judged whose stages hold several ranges of layers, if they may be better than the best plan so far."""
+        least_s = min((seconds for seconds, _ in self.ends.values()), default=math.inf)
+        now_s, part_s = self.search.elapsed_s, INTERLEAVED * self.search.budget_s
+        grids = self._chunked_grids(CHUNKED_NEAR * least_s, now_s + part_s / 3, now_s + part_s / 2)
+        self._try_chunked(grids, least_s, now_s + part_s)
 
-        The best of different shapes are tried, and the grids that do best where filling and draining take so much less time.
-        """
-        if not is_exact_compiled():  # next time
-            self.search.cut = True
-            return False
-        shapes: dict[object, tuple[float, Draft, Settings]] = {}
+    def chunk(self, entries: Sequence[tuple[float, Draft, Settings]], least_s: float) -> bool:
+        """Whether the best of different shapes are better with several ranges of layers in each stage, by the judge."""
+        shapes: dict[object, tuple[Draft, Settings]] = {}
         for seconds, draft, settings in entries:
             if seconds < CHUNKED_NEAR * least_s:
                 shape = tuple([(len(p.stages), p.micro_batch, sum(len(s.devices) for s in p.stages)) for p in draft])
-                shapes.setdefault((shape, settings.sequence_parallel), (seconds, draft, settings))
-        near = [(draft, settings) for _, draft, settings in list(shapes.values())[:CHUNKED_SHAPES]]
-        both = zip_longest(self._chunked_grids(CHUNKED_NEAR * least_s), near)
-        tasks = [(least_s, *entry) for pair in both for entry in pair if entry is not None]
+                shapes.setdefault((shape, settings.sequence_parallel), (draft, settings))
+        return self._try_chunked(list(shapes.values())[:CHUNKED_SHAPES], least_s, CHUNKED * self.search.budget_s)
+
+    def _try_chunked(self, drafts: Sequence[tuple[Draft, Settings]], least_s: float, until_s: float) -> bool:
+        """Whether some drafts take less than so many seconds with several ranges a stage; judged is what may be."""
+        if not is_exact_compiled():  # next time
+            self.search.cut = True
+            return False
+        tasks = [(least_s, until_s, *drafted) for drafted in drafts]
         found = [entry for made in self._side_by_side(self._chunked, tasks, self.search.check_budget) for entry in made]
         found.sort(key=lambda entry: entry[0])
         judged = self.judged([(draft, settings) for _, draft, settings in found[:TOGETHER]])
         return min(judged, default=math.inf) < least_s
 
-    def _chunked_grids(self, most_s: float) -> list[tuple[Draft, Settings]]:
-        """The symmetric grids that may be best with several ranges of layers a stage: by pace, and the filling that is left."""
+    def _chunked_grids(self, most_s: float, paced_until_s: float, until_s: float) -> list[tuple[Draft, Settings]]:
+        """The symmetric grids that may be best with several ranges of layers a stage: by pace, and the filling that is left.
+
+        None of which this takes more than some seconds. They are paced until a moment of the search, and drafted until another.
+        """
         found: list[tuple[float, Layout]] = []
         for layout in chain.from_iterable(self._gridded(part) for part in parts(list(self.nodes.values()))):
             depth = len(layout.pipelines[0])
-            if self.late(GRIDDED):
+            if self.search.past(paced_until_s):
                 break
-            dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings) if depth > 1 else None
+            if depth == 1 or layout.settings.zero_stage == 0:
+                continue
+            dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
             if dealt is not None:
                 paced_s = dealt.paced_s(max(1, min(CHUNKS[-1], self.job.model.layers // depth)))
                 found.append((self.charges.least_s(paced_s, _devices(layout)), layout))
         found.sort(key=lambda entry: entry[0])
         drafts: list[tuple[Draft, Settings]] = []
         for seconds, layout in found:
-            if seconds >= most_s or len(drafts) == CHUNKED_GRIDS or self.late(GRIDDED):
+            if seconds >= most_s or len(drafts) == CHUNKED_GRIDS or self.search.past(until_s):
                 break
             draft = self.assembly.draft(layout.pipelines, layout.micro_batch, layout.settings)
             if draft is not None:  # and fits in memory
                 drafts.append((draft, layout.settings))
         return drafts
 
-    def _chunked(self, task: tuple[float, Draft, Settings]) -> list[tuple[float, Draft, Settings]]:
+    def _chunked(self, task: tuple[float, float, Draft, Settings]) -> list[tuple[float, Draft, Settings]]:
         """The drafts of several ranges a stage, made of one, that take less than some seconds by their exact estimates."""
-        least_s, draft, settings = task
+        least_s, until_s, draft, settings = task
         charge = self.charges.of_draft(draft, settings)
         found, last_s = [], math.inf
         for made in chunked(draft, settings):
-            if self.late(CHUNKED):
+            if self.search.past(until_s):
                 break
             plan = make_plan(self.search.cluster, self.job, *made)
             if infeasible(plan, self.search.cluster) is not None:

@@ -82,6 +82,18 @@ def test_where_filling_takes_long_and_links_are_fast_several_ranges_win() -> Non
     assert isinstance(verdict, Cost) and verdict.iteration_s == pytest.approx(cost.iteration_s)
 
 
+def test_grids_are_tried_with_several_ranges_too() -> None:
+    where, job = world(50e9), job_of(32, 8)
+    search = Search(where, job, simulation(where, job), 0, 1e9)
+    hunt = _Hunt(search, usable_nodes(search))
+    drafts = hunt._chunked_grids(1e9, 1e9, 1e9)
+    assert drafts and all(len(draft[0].stages) > 1 and settings.zero_stage == 1 for draft, settings in drafts)
+    (seconds,) = hunt.judged(drafts[:1])
+    assert hunt._try_chunked(drafts, seconds, 1e9) and search.best is not None
+    assert search.best[0].schedule in ("interleaved", "zb-v") and search.best[1].iteration_s < seconds
+    assert not hunt._try_chunked(drafts, seconds, 0.0) and search.cut  # the time for it is over
+
+
 def test_where_links_are_slow_one_range_stays() -> None:
     won, search, seconds = chunked_best(0.125e9)
     assert not won and search.best is not None and search.best[1].iteration_s == seconds
