@@ -1210,7 +1210,7 @@ class _Hunt:
         """Has grids judged whose stages hold several ranges of layers, if they may be better than the best plan so far."""
         least_s = min((seconds for seconds, _ in self.ends.values()), default=math.inf)
         now_s, part_s = self.search.elapsed_s, INTERLEAVED * self.search.budget_s
-        grids = self._chunked_grids(CHUNKED_NEAR * least_s, now_s + part_s / 3, now_s + part_s / 2)
+        grids = self._chunked_grids(least_s, now_s + part_s / 3, now_s + part_s / 2)
         self._try_chunked(grids, least_s, now_s + part_s)
 
     def chunk(self, entries: Sequence[tuple[float, Draft, Settings]], least_s: float) -> bool:
