@@ -64,6 +64,7 @@ INPUTS = (
     "sequence_length",
     "global_batch",
     "precision",
+    "gradient_precision",
     "optimizer",
     "planner",
     "schedule",

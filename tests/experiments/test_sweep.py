@@ -113,6 +113,11 @@ def test_gradients_of_given_plans_take_other_precisions_and_their_rows_say_so(wo
     assert rows[1]["peak_bytes"] < rows[0]["peak_bytes"]
 
 
+def test_the_table_tells_precisions_of_gradients_apart(motley: Motley, world: World) -> None:
+    ran = motley("sweep", plans_sweep(world, "gradient_precisions: [fp32, bf16]\n"), "--out", world.folder / "out")
+    assert ran.code == 0 and "gradient_precision" in ran.out, ran.out
+
+
 def test_bandwidths_set_or_scale_the_network_cards(world: World) -> None:
     cluster = read_cluster(world.write("two.yaml", TWO_NODES))
 
