@@ -176,8 +176,8 @@ TOGETHER = 4
 """So many drafts are judged before their verdicts are looked at: the same on every machine, so that the answer is."""
 
 CHUNKED_SHAPES, CHUNKED_GRIDS, CHUNKED_NEAR = 6, 12, 1.2
-"""So many of the best shapes, and so many grids, are tried with several ranges of layers a stage, if they take at most so many
-times as long as the best."""
+"""So many of the best shapes, if they take at most so many times as long as the best, and so many grids are tried with several
+ranges of layers a stage."""
 
 MOST_SIZES = 16
 """All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
@@ -1234,9 +1234,9 @@ class _Hunt:
         return min(judged, default=math.inf) < least_s
 
     def _chunked_grids(self, most_s: float, paced_until_s: float, until_s: float) -> list[tuple[Draft, Settings]]:
-        """The symmetric grids that may be best with several ranges of layers a stage: by pace, and the filling that is left.
+        """The symmetric grids that may take less than some seconds with several ranges of layers a stage, the best first.
 
-        None of which this takes more than some seconds. They are paced until a moment of the search, and drafted until another.
+        They are ranked by their pace and the filling that is left, until a moment of the search, and drafted until another.
         """
         found: list[tuple[float, Layout]] = []
         for layout in chain.from_iterable(self._gridded(part) for part in parts(list(self.nodes.values()))):
