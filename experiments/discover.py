@@ -1,8 +1,8 @@
 """The cluster that a machine is: its GPUs, what links them, and its network cards, as the system tells them.
 
 Read are `nvidia-smi -q`, `nvidia-smi topo -m` and `nvidia-smi nvlink -s`, and under /sys/class the network interfaces and the
-cards made for RDMA. What cannot be known is left out and told. Several machines become one cluster by joining their files, and
-the rates of a bench of links take the place of nominal ones.
+cards made for RDMA. What cannot be known is left out and told. The rates of a bench of links take the place of nominal ones
+(several machines become one cluster in `experiments.joining`).
 """
 
 from __future__ import annotations
@@ -366,25 +366,6 @@ def _cpu_peaks(seconds: float = 0.8) -> Mapping[str, float]:
     return {precision: measured_peak_flop_per_s(DTYPES[precision], seconds) for precision in ("fp32", "bf16")}
 
 
-# --- Several machines ------------------------------------------------------------------------------------------------
-
-
-def joined(name: str, clusters: Sequence[Cluster]) -> Cluster:
-    """One cluster of the nodes of several, with the slowest of their fabrics. Raises InputError for a node that stands twice."""
-    nodes = tuple(node for cluster in clusters for node in cluster.nodes)
-    twice = [node for node, times in Counter(node.name for node in nodes).items() if times > 1]
-    if twice:
-        raise InputError(f"the node {twice[0]!r} stands in several of the clusters that are joined; each machine has one name")
-    fabrics = [cluster.fabric for cluster in clusters]
-    efficiency = dict(pair for fabric in fabrics for pair in fabric.protocol_efficiency)
-    fabric = replace(
-        max(fabrics, key=lambda fabric: fabric.latency_s),
-        protocol_efficiency=tuple(sorted(efficiency.items())),
-        oversubscription=1.0,
-    )
-    return Cluster(name, nodes, fabric)
-
-
 # --- Measured links --------------------------------------------------------------------------------------------------
 
 
@@ -420,7 +401,7 @@ def with_links(cluster: Cluster, bench: Bench, matrix_file: Path) -> Found:
             rate, latency_s = reached / carried, max(0.0, median(latency for latency, _ in lines) - cluster.fabric.start_s)
             node = replace(node, intra=replace(node.intra, bandwidth_bytes_per_s=rate, latency_s=latency_s))
         nodes.append(node)
-    fabric, matrix = cluster.fabric, None
+    fabric, matrix = cluster.fabric, cluster.bandwidth_matrix
     if between:
         names = tuple(node.name for node in cluster.nodes)
         for pair in permutations(names, 2):

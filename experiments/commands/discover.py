@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from experiments.discover import discover as discovered
-from experiments.discover import joined, matrix_csv, with_links
+from experiments.discover import matrix_csv, with_links
+from experiments.joining import joined
 from experiments.output import STANDARD_OUTPUT, outputs
 from sim.spec.bench import read_bench
 from sim.spec.cluster import cluster_yaml, read_cluster
@@ -64,20 +65,22 @@ def discover(files: ClusterFiles = None, links: LinksFile = None, name: Name = N
     if name is not None and (not name or any(letter in "/," or letter.isspace() for letter in name)):
         raise InputError(f"--name: a name has no '/', comma or space, but got {name!r}")
     bench = None if links is None else read_bench(links)
-    notes: list[str] = []
     if files:
-        cluster = joined(name or "joined", [read_cluster(file) for file in files])
+        clusters = [read_cluster(file) for file in files]
+        found = joined(name or (clusters[0].name if len(clusters) == 1 else "joined"), clusters)
     else:
         found = discovered(name or re.sub(r"[/,\s]+", "-", socket.gethostname().partition(".")[0]) or "machine")
-        cluster, notes = found.cluster, list(found.notes)
+    cluster, notes = found.cluster, list(found.notes)
     if bench is not None:
         measured = with_links(cluster, bench, matrix_file or Path("-"))
-        cluster = measured.cluster
         notes += measured.notes
-    if cluster.bandwidth_matrix is not None:
-        if matrix_file is None:
-            raise InputError("--links: the rates between nodes go into a matrix beside the cluster's file; name it by --out FILE")
-        written.tell(matrix_file, write_file(matrix_file, matrix_csv(cluster.bandwidth_matrix)))
+        if (matrix := measured.cluster.bandwidth_matrix) is not cluster.bandwidth_matrix and matrix is not None:
+            if matrix_file is None:
+                raise InputError(
+                    "--links: the rates between nodes go into a matrix beside the cluster's file; name it by --out FILE"
+                )
+            written.tell(matrix_file, write_file(matrix_file, matrix_csv(matrix)))
+        cluster = measured.cluster
     written.write("--out", cluster_yaml(cluster))
     gpus = ", ".join(f"{node.name}: {node.gpus} x {node.gpu.name} ({node.intra.kind})" for node in cluster.nodes)
     written.say(f"{cluster.name}: {gpus}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import experiments.commands.discover
 import experiments.discover
-from experiments.discover import Gpu, discover, joined, matrix_csv, parse_query, parse_topology, with_links
+from experiments.discover import Gpu, discover, matrix_csv, parse_query, parse_topology, with_links
+from experiments.joining import joined
 from sim.cost.network import Network
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import BandwidthMatrix, Cluster, Nic, cluster_yaml, links, read_bandwidth_matrix, read_cluster
@@ -318,7 +318,7 @@ def machine(system: Path, name: str) -> Cluster:
 
 
 def test_files_of_several_machines_make_one_cluster(system: Path, tmp_path: Path) -> None:
-    both = joined("lab", [machine(system, "a"), machine(system, "b")])
+    both = joined("lab", [machine(system, "a"), machine(system, "b")]).cluster
     assert [device.name for device in both.devices] == ["a/0", "a/1", "b/0", "b/1"]
     assert Network(both).path("a/0", "b/1").links
     assert reread(both, tmp_path) == both
@@ -333,7 +333,7 @@ def sends(
 
 
 def test_measured_messages_give_rates_between_and_inside_nodes(system: Path, tmp_path: Path) -> None:
-    both = joined("lab", [machine(system, "a"), machine(system, "b")])
+    both = joined("lab", [machine(system, "a"), machine(system, "b")]).cluster
     start_s = links().start_s
     measured = [
         *sends("a/0", "b/0", start_s + 1e-3, 1e9),
@@ -374,13 +374,13 @@ def test_messages_of_one_size_tell_a_rate_alone(system: Path) -> None:
     ],
 )
 def test_benches_that_do_not_tell_are_refused(system: Path, measured: list[LinkMeasurement], told: str) -> None:
-    both = joined("lab", [machine(system, "a"), machine(system, "b")])
+    both = joined("lab", [machine(system, "a"), machine(system, "b")]).cluster
     with pytest.raises(InputError, match=told):
         with_links(both, Bench("x", links=tuple(measured)), Path("m.csv"))
 
 
 def test_a_matrix_file_is_read_back(system: Path, tmp_path: Path) -> None:
-    both = joined("lab", [machine(system, "a"), machine(system, "b")])
+    both = joined("lab", [machine(system, "a"), machine(system, "b")]).cluster
     matrix = BandwidthMatrix(("a", "b"), ((math.inf, 1.25e9), (0.5e9, math.inf)))
     (tmp_path / "m.csv").write_text(matrix_csv(matrix))
     assert read_bandwidth_matrix(tmp_path / "m.csv", both.nodes) == matrix
@@ -455,8 +455,3 @@ def test_a_machine_that_cannot_be_a_node_is_one_line(motley: Motley, world: Worl
     monkeypatch.setattr(experiments.commands.discover, "discovered", refuse)
     ran = motley("discover", "--out", world.folder / "box.yaml")
     assert ran.code == 2 and ran.err.count("\n") == 1 and not (world.folder / "box.yaml").exists()
-
-
-def test_a_joined_cluster_of_one_is_that_one(system: Path) -> None:
-    one = machine(system, "a")
-    assert replace(joined("a", [one]), name="a") == one
