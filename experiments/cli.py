@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -68,6 +69,25 @@ app.command("list")(list_command)
 app.add_typer(testbed, name="testbed")
 
 
+def _tells_interrupts(command: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A command that says so when Ctrl-C ends it; typer makes of it an exit code alone."""
+    assert command is not None
+
+    @wraps(command)
+    def called(*arguments: object, **options: object) -> object:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt:
+            tell_error("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return called
+
+
+for entry in (*app.registered_commands, *testbed.registered_commands):
+    entry.callback = _tells_interrupts(entry.callback)
+
+
 def _tell_version(wanted: bool) -> None:
     if wanted:
         print(f"motley {VERSION}")
@@ -92,7 +112,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         tell_error(f"error: {error}")
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before a command has begun
         tell_error("interrupted")
         return INTERRUPTED
     except (BrokenPipeError, SystemExit):  # typer makes the first into the second

@@ -140,7 +140,7 @@ def run_cell(cell: Cell) -> Outcome:
     return Outcome(cell, result, history=tuple(history.steps))
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """What a row says of an error, on one line: the words of a user's mistake, and before others' the kind of the error."""
     told = " ".join(str(error).split())
     return told if isinstance(error, InputError) else f"{type(error).__name__}: {told}"

@@ -272,6 +272,7 @@ class _Reader:
         text = read_text(path)
         if '"traceEvents"' in text[:1000]:
             if '"motley"' not in text:
+                parse_json(text, str(path))  # which refuses one that was cut off before the place where ours names itself
                 return False  # of another program
             self.traces.append((path, parse_trace(text, str(path))))
             return True

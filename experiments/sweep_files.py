@@ -283,7 +283,7 @@ def _from_python(path: Path) -> tuple[list[Run], list[Path]]:
         if not callable(function):
             raise InputError(f"expected a function {_FUNCTION}(), which yields the runs of the sweep")
         runs = list(itertools.islice(function(), MOST_RUNS + 1))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{path}: {error_text(error)}") from None
     finally:
         del sys.modules[name]  # so that a planner of this file goes to other processes as it is, and not by its name

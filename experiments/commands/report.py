@@ -55,5 +55,7 @@ def report(results: Results, out: PageFile = "report.html", clusters: ClusterFil
         remarks = simulate_missing(ordered, MOST_SIMULATED, progress)
     shown = title or f"Motley: {', '.join(path.name or str(path) for path in results[:3])}{', ...' if len(results) > 3 else ''}"
     files.write("--out", report_page(found, shown, remarks))
-    files.say(f"{len(found.runs)} runs of {len(found.read)} files; {len(found.passed_over)} files passed over")
+    passed = [str(path) for path in found.passed_over]
+    named = f": {', '.join(passed[:4])}{' and more' if len(passed) > 4 else ''}" if passed else ""
+    files.say(f"{len(found.runs)} runs of {len(found.read)} files; {len(passed)} files passed over{named}")
     files.finish()

@@ -352,3 +352,12 @@ def test_an_interrupt_while_it_is_imported_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "motley: interrupted\n")
+
+
+def test_an_interrupt_of_a_command_is_one_line(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.commands.export.read_plan", interrupted)
+    ran = motley("export", "plan.json", "--to", "megatron")
+    assert (ran.code, ran.out, ran.err) == (130, "", "motley: interrupted\n")

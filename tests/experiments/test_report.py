@@ -384,7 +384,7 @@ def test_what_is_nothing_of_motleys_is_passed_over_in_a_folder(motley: Motley, r
     (results / "unfinished").mkdir()
     (results / "unfinished" / "results.csv").write_text("nonsense")
     ran = motley("report", results, "--out", tmp_path / "r.html")
-    assert ran.code == 0 and "3 files passed over" in ran.out
+    assert ran.code == 0 and f"3 files passed over: {results / 'other.yaml'}, {results / 'package.json'}, " in ran.out
 
 
 @pytest.mark.parametrize(
@@ -393,6 +393,7 @@ def test_what_is_nothing_of_motleys_is_passed_over_in_a_folder(motley: Motley, r
         ({}, "holds nothing that a report can tell of; expected results.csv"),
         ({"package.json": "{}", "a.csv": "a,b\n1,2\n"}, "holds nothing that a report can tell of"),
         ({"a.json": '{"iteration_s": '}, "ends too early"),
+        ({"a.json": '{"traceEvents": [{"ph": "M", '}, "ends too early"),
         ({"plan.json": '{"format": "motley-plan/9"}'}, "expected one of motley-plan/1, but got 'motley-plan/9'"),
         ({"results.csv": "cluster,planner,iteration_s\na,b\n"}, "row 1 has 2 cells, but the first line names 3 columns"),
         ({"results.csv": "cluster,planner,iteration_s,mfu\na,b,1.0,high\n"}, 'row 1: mfu is a number, but got "high"'),

@@ -189,6 +189,7 @@ def test_a_mistake_in_a_file_is_one_line_and_nothing_is_written(motley: Motley, 
         ("def runs():\n    yield 1\n", "yields experiments.sweep.Run, but number 1 is 1"),
         ("def runs():\n    yield 1 / 0\n", "ZeroDivisionError: division by zero"),
         ("def runs(:\n", "SyntaxError"),
+        ("raise SystemExit(4)\n", "SystemExit: 4"),
     ],
 )
 def test_a_mistake_in_a_python_file_is_one_line(motley: Motley, world: World, text: str, told: str) -> None:
