@@ -49,14 +49,19 @@ def test_stages_keep_their_layers_and_visits_are_those_of_the_schedule(cuts: lis
     draft: Draft = tuple(pipelines)
     made = list(chunked(draft, Settings()))
     fewest, depth = min(map(min, cuts)), max(map(len, cuts))
-    ranges = [] if depth == 1 else [2] * (fewest >= 2) + [count for count in CHUNKS if count <= fewest]
+    moved = [max(1, cut[0] - cut[-1]) if len(cut) > 1 else 0 for cut in cuts]
+    for_head = fewest >= 2 and all(cut[0] - count >= 2 for cut, count in zip(cuts, moved, strict=True))
+    ranges = [] if depth == 1 else [2] * (fewest >= 2) + [2] * for_head + [count for count in CHUNKS if count <= fewest]
     assert [len(found[0].stages[0].layers) for found, _ in made] == ranges
-    for found, settings in made:
+    for number, (found, settings) in enumerate(made):
         plan = make_plan(where, job_of(sum(cuts[0]), 4 * len(cuts)), found, settings)  # which checks the order of visits
         Estimate(plan, where)
-        for ours, theirs in zip(found, draft, strict=True):
+        for cut, count, ours, theirs in zip(cuts, moved, found, draft, strict=True):
+            assert [one.layer_count for one in ours.stages] == (
+                [cut[0] - count, *cut[1:-1], cut[-1] + count] if for_head and number == 1 and len(cut) > 1 else cut
+            )
             for one, other in zip(ours.stages, theirs.stages, strict=True):
-                assert (one.layer_count, one.replicas, one.recompute) == (other.layer_count, other.replicas, other.recompute)
+                assert (one.replicas, one.recompute) == (other.replicas, other.recompute)
     assert not list(chunked(draft, Settings(zero_stage=2)))
 
 
@@ -92,6 +97,17 @@ def test_grids_are_tried_with_several_ranges_too() -> None:
     assert hunt._try_chunked(drafts, seconds, 1e9) and search.best is not None
     assert search.best[0].schedule in ("interleaved", "zb-v") and search.best[1].iteration_s < seconds
     assert not hunt._try_chunked(drafts, seconds, 0.0) and search.cut  # the time for it is over
+
+
+def test_a_heavy_head_makes_the_first_stage_of_a_v_shorter() -> None:
+    """Four stages, and a head about as heavy as five layers: cut for one range, the last stage has fewer layers."""
+    where = replace(world(50e9), nodes=world(50e9).nodes[:4])
+    job = replace(job_of(28, 16), model=replace(job_of(28, 16).model, vocab=120_000, padded_vocab=120_000))
+    stages = [stage([f"n{i}/0"], held, 1, "none") for i, held in enumerate(((0, 8), (8, 16), (16, 23), (23, 28)))]
+    made = list(chunked((Pipeline(1, 16, tuple(stages)),), Settings()))
+    same, moved = (Estimate(make_plan(where, job, *made[i]), where).iteration_s() for i in range(2))
+    assert [part.layer_count for part in made[1][0][0].stages] == [5, 8, 7, 8]
+    assert moved < 0.95 * same
 
 
 def test_where_links_are_slow_one_range_stays() -> None:
