@@ -96,8 +96,8 @@ class Search:
     _began: float = field(init=False, default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        if not self.budget_s > 0:
-            raise InputError(f"the budget is above zero seconds, but got {self.budget_s:g}")
+        if not isinstance(self.budget_s, int | float) or not self.budget_s > 0:
+            raise InputError(f"the budget is a number of seconds above zero, but got {self.budget_s!r}")
         self.objective.check(self.cluster)
         self.rng = np.random.default_rng(self.seed)
         self._kinds = {device.name: device.gpu.name for device in self.cluster.devices}
@@ -336,7 +336,8 @@ def plan(
     """The best plan that a planner found for a job on a cluster within its budget, judged by simulation unless told otherwise.
 
     An interrupt (Ctrl-C) ends the search with the best plan so far. Where the budget ends before any plan was found, the best
-    symmetric plan stands in. Raises InputError for an unknown planner or objective, and for dollars without prices.
+    symmetric plan stands in. Raises InputError for an unknown planner or objective, a budget that is none,
+    and for dollars without prices.
     """
     run = planner_named(planner)
     aim = Objective(objective) if isinstance(objective, str) else objective

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from sim.spec.gpu import PRECISIONS
 from sim.spec.reading import InputError
@@ -28,10 +29,14 @@ class Job:
     """In which gradients are accumulated over micro-batches and summed over copies: bf16 halves the bytes, and rounds."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, Transformer):
+            raise InputError(
+                f"a job's model is a Transformer, such as transformer('llama-2-7b') gives, but got {self.model!r:.80}"
+            )
         sizes = (("sequence length", self.sequence_length, MOST_TOKENS), ("global batch", self.global_batch, MOST_SEQUENCES))
         for name, value, most in sizes:
-            if not 1 <= value <= most:
-                raise InputError(f"the {name} is at least 1 and at most {most:,}, but got {value}")
+            if not isinstance(value, Integral) or not 1 <= value <= most:
+                raise InputError(f"the {name} is a whole number, at least 1 and at most {most:,}, but got {value!r}")
         if self.precision not in PRECISIONS:
             raise InputError(f"unknown precision {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:

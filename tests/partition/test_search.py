@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -320,6 +321,19 @@ def idling(search: Search) -> None:
     """Thinks until the budget is spent, and has nothing judged."""
     while True:
         search.check_budget()
+
+
+@pytest.mark.parametrize("budget", ["3s", -1.0, float("nan")])
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    with pytest.raises(InputError, match="the budget is a number of seconds above zero, but got"):
+        partition.plan(FOUR, JOB, "random", budget_s=budget)
+
+
+def test_a_job_of_something_else_is_refused() -> None:
+    with pytest.raises(InputError, match=r"a job's model is a Transformer, .* but got 'opt-350m'"):
+        replace(JOB, model=cast("Any", "opt-350m"))
+    with pytest.raises(InputError, match=r"the global batch is a whole number, at least 1 and at most 1,000,000, but got 2\.5"):
+        replace(JOB, global_batch=cast("Any", 2.5))
 
 
 def test_the_best_symmetric_plan_stands_in_where_the_budget_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

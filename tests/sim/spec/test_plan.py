@@ -299,10 +299,13 @@ def test_a_sequence_fits_the_learned_positions_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"sequence_length": 2**26 + 1}, "the sequence length is at least 1 and at most 67,108,864, but got 67108865"),
+        (
+            {"sequence_length": 2**26 + 1},
+            "the sequence length is a whole number, at least 1 and at most 67,108,864, but got 67108865",
+        ),
         (
             {"global_batch": 10**8, "pipelines": [pipeline_of(FIRST, SECOND, micro_batch=1, micro_batches=10**8)]},
-            "the global batch is at least 1 and at most 1,000,000, but got 100000000",
+            "the global batch is a whole number, at least 1 and at most 1,000,000, but got 100000000",
         ),
         ({"model": TINY | {"layers": 10**8}}, "model: model tiny: `layers` must be at most 10,000, but got 100000000"),
         ({"model": TINY | {"vocab": 10**30}}, f"model: model tiny: `vocab` must be at most 67,108,864, but got {10**30}"),
