@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from partition import plan as search_plan
+from partition.drafts import Settings
 from sim.cost.feasibility import infeasible
 from sim.cost.network import Network
 from sim.critical import CriticalPath, critical_path
@@ -115,6 +116,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *_faster_kinds(plan, cluster),
         *_less_recompute(plan, cluster),
         *_other_schedules(plan, cluster),
+        *_more_in_flight(plan, cluster),
         *_other_micro_batches(plan, cluster),
     ]
     effects = []
@@ -197,7 +199,7 @@ def _faster_stages(plan: Plan, cluster: Cluster, path: CriticalPath) -> tuple[li
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             kinds = tuple(tuple(cluster.device(name).gpu for name in replica.devices) for replica in stage.replicas)
-            form = (pipeline.micro_batch, pipeline.micro_batches, stage.layers, stage.recompute, stage.recompute_layers, kinds)
+            form = (pipeline.micro_batch, pipeline.micro_batches, replace(stage, replicas=()), kinds)
             groups.setdefault(form, []).append((p, s))
     if len(groups) < 2:
         return [], 0  # what a faster stage gains is then what a faster kind does
@@ -330,7 +332,26 @@ def _other_schedules(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     for name, schedule in SCHEDULES.items():
         takes = ranges == {schedule.ranges} or (schedule.ranges is None and ranges != {1})
         if name != plan.schedule and takes:
-            yield Change(SCHEDULE, f"schedule {name} (is {plan.schedule})", replace(plan, schedule=name), cluster)
+            yield Change(SCHEDULE, f"schedule {name} (is {plan.schedule})", plan.under(name), cluster)
+
+
+def _more_in_flight(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """The plan whose stages hold one micro-batch more for each message between nodes that is still to come, under 1F1B."""
+    if plan.schedule != "1f1b":
+        return
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = [pipeline.stages[s] for s in pipeline.visiting_order]
+        counts = Settings(ahead=1).in_flight([stage.devices for stage in stages])
+        if counts is None:
+            pipelines.append(pipeline)
+            continue
+        more = [one - other for one, other in zip(counts, range(len(stages), 0, -1), strict=True)]
+        held = dict(zip(pipeline.visiting_order, map(sum, zip(pipeline.in_flight, more, strict=True)), strict=True))
+        pipelines.append(pipeline.holding([held[s] for s in range(len(stages))]))
+    changed = replace(plan, pipelines=tuple(pipelines))
+    if changed != plan:
+        yield Change(SCHEDULE, "one micro-batch more in flight for each message between nodes", changed, cluster)
 
 
 def _other_micro_batches(plan: Plan, cluster: Cluster) -> Iterator[Change]:

@@ -338,6 +338,12 @@ def _megatron_padding(model: Transformer, tensor: int, notes: _Notes) -> list[st
     return []
 
 
+def _note_in_flight(plan: Plan, notes: _Notes, program: str) -> None:
+    """Notes that a program does not hold as many micro-batches as the stages of a plan say."""
+    if any(stage.in_flight is not None for pipeline in plan.pipelines for stage in pipeline.stages):
+        notes.differs.append(f"micro-batches in flight as the stages say: {program}'s hold one, and one for each that follows")
+
+
 def _megatron_schedule(plan: Plan, grid: _Grid, notes: _Notes) -> list[str]:
     """The flags of layer cuts and schedule."""
     if not _in_turn(plan, grid):
@@ -348,6 +354,7 @@ def _megatron_schedule(plan: Plan, grid: _Grid, notes: _Notes) -> list[str]:
         notes.differs.append(
             f"the schedule {plan.schedule}: Megatron-LM runs 1f1b, or interleaved 1f1b where layers are dealt so"
         )
+    _note_in_flight(plan, notes, "Megatron-LM")
     if ranges > 1 and grid.micro_batches % grid.pipeline:
         shown = f"{grid.micro_batches} micro-batches over {grid.pipeline} stages"
         notes.refused.append(f"interleaving of {shown}: Megatron-LM interleaves multiples of the stages")
@@ -451,6 +458,7 @@ def to_torchtitan(plan: Plan) -> Export:
         notes.by_hand.append("TF32 is switched on in torch (torch.backends.cuda.matmul.allow_tf32), not by a key")
     if plan.schedule not in _TITAN_SCHEDULES and grid.pipeline > 1:
         notes.differs.append(f"the schedule {plan.schedule}: torchtitan runs 1F1B")
+    _note_in_flight(plan, notes, "torchtitan")
     replicas, shards, reshard = _titan_sharding(plan, grid, notes)
     local = grid.micro_batch * (grid.micro_batches if grid.pipeline > 1 else 1)
     parallelism: dict[str, object] = {
@@ -629,6 +637,7 @@ def _deepspeed_pipeline(plan: Plan, grid: _Grid, notes: _Notes) -> None:
         notes.refused.append("unequal numbers of layers: PipelineModule divides layers evenly, or by their parameters")
     if plan.schedule != "1f1b":
         notes.differs.append(f"the schedule {plan.schedule}: DeepSpeed runs 1f1b")
+    _note_in_flight(plan, notes, "DeepSpeed")
     notes.by_hand.append(
         "the pipeline is made in the model's code: PipelineModule(layers=..., partition_method='type:YOUR_LAYER', "
         f"topology=PipeModelDataParallelTopology(num_pp={grid.pipeline}, num_mp={grid.tensor}, num_dp={grid.data}))"
@@ -706,6 +715,7 @@ def to_hexiscale(plan: Plan) -> Export:
         return notes.export(str)
     if plan.schedule not in _HEXISCALE_SCHEDULES:
         notes.differs.append(f"the schedule {plan.schedule}: HexiScale runs GPipe or 1F1B, and 1F1B is taken")
+    _note_in_flight(plan, notes, "HexiScale")
     if plan.zero_stage not in _HEXISCALE_SHARDING:
         notes.differs.append(
             f"ZeRO {plan.zero_stage}: HexiScale has plain data parallelism, ZeRO 2 and ZeRO 3; the first is taken"

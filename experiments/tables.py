@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -150,7 +151,8 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
 def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None, headroom: bool = False) -> Group:
     """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
 
-    With `headroom` (and peaks), also the share of that device's memory that is left.
+    Where stages say how many micro-batches they hold, these are shown, too. With `headroom` (and peaks), also the share of that
+    device's memory that is left.
     Pipelines of several stages are parted by blank lines; the micro-batches stand in each one's first row. Of a plan with
     more than MOST_LANES lanes, pipelines that differ only in their devices' names are shown once. Raises InputError for
     devices the cluster has not.
@@ -162,6 +164,8 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
     table.add_column("GPUs", overflow="fold")
     for heading in ("layers", "recom-\npute"):
         table.add_column(heading, no_wrap=True)
+    if _says_in_flight(plan):
+        table.add_column("in\nflight", justify="right", no_wrap=True)
     table.add_column("peak GiB\nof memory", justify="right", no_wrap=True)
     if headroom:
         table.add_column("left\n%", justify="right", no_wrap=True)
@@ -180,9 +184,7 @@ def _form(pipeline: Pipeline, cluster: Cluster) -> object:
     def replica_form(replica: Replica) -> object:
         return replica.sequences, tuple(cluster.device(name).gpu.name for name in replica.devices)
 
-    stages = tuple(
-        (stage.layers, stage.recompute, stage.recompute_layers, *map(replica_form, stage.replicas)) for stage in pipeline.stages
-    )
+    stages = tuple((replace(stage, replicas=()), *map(replica_form, stage.replicas)) for stage in pipeline.stages)
     return pipeline.micro_batch, pipeline.micro_batches, stages
 
 
@@ -192,6 +194,7 @@ def _add_pipeline(
     """Adds the rows of pipelines that are alike, with the devices of the first."""
     first = members[0]
     pipeline = plan.pipelines[first]
+    in_flight = dict(zip(pipeline.visiting_order, pipeline.in_flight, strict=True))
     batches = f"{pipeline.micro_batches} x {pipeline.micro_batch}"
     if len(members) > 1:
         batches += f"\n{len(members)} alike"
@@ -206,11 +209,17 @@ def _add_pipeline(
                 _kinds(replica.devices, cluster) + share,
                 _layers(stage),
                 _recompute(stage),
+                *([str(min(in_flight[s], pipeline.micro_batches))] if _says_in_flight(plan) else ()),
                 *_memory([name for devices in others for name in devices], cluster, peak_bytes, headroom),
             )
             batches = ""
     if len(pipeline.stages) > 1:
         table.add_section()
+
+
+def _says_in_flight(plan: Plan) -> bool:
+    """Whether stages say how many micro-batches they hold."""
+    return any(stage.in_flight is not None for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def _kinds(devices: Sequence[str], cluster: Cluster) -> str:

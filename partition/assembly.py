@@ -1,7 +1,7 @@
 """From groups of devices to a draft: how many layers each stage holds, what it recomputes, how the batch is divided.
 
 A stage gets as many layers as its memory holds and its speed deserves. Its memory is counted with the micro-batches that
-1F1B keeps in flight, more in earlier stages; where they do not fit, the fewest layers that make room are recomputed, and the
+it holds, more in earlier stages; where they do not fit, the fewest layers that make room are recomputed, and the
 time of that counts for the stage's speed.
 """
 
@@ -17,7 +17,7 @@ from typing import TypeAlias
 from partition.batches import Pace, split_batch
 from partition.drafts import Draft, Settings, stage
 from partition.layers import ranges, split_layers
-from partition.pricing import Course, Pricing
+from partition.pricing import Course, Pricing, ahead_of
 from partition.room import Room
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -117,7 +117,7 @@ class Assembly:
         size = dealt.micro_batch
         draft = tuple(
             [
-                Pipeline(size, n, self._stages_of(groups, cut.counts, cut.full, size))
+                Pipeline(size, n, self._stages_of(groups, cut.counts, cut.full, size, dealt.settings))
                 for groups, cut, n in zip(dealt.pipelines, dealt.cuts, dealt.micro_batches, strict=True)
             ]
         )
@@ -125,14 +125,17 @@ class Assembly:
         more = max(dealt.micro_batches) > self._number(len(draft), size)
         return None if more and not self._room.fits(draft, dealt.settings) else draft
 
-    def _stages_of(self, groups: Groups, counts: tuple[int, ...], full: tuple[int, ...], micro_batch: int) -> tuple[Stage, ...]:
+    def _stages_of(
+        self, groups: Groups, counts: tuple[int, ...], full: tuple[int, ...], micro_batch: int, settings: Settings
+    ) -> tuple[Stage, ...]:
         """The stages of a pipeline that hold these numbers of layers, and recompute these numbers of them."""
-        key = (groups, counts, full, micro_batch)
+        key = (groups, counts, full, micro_batch, settings.ahead)
         found = self._built.get(key)
         if found is None:
+            flying = settings.in_flight(groups) or [None] * len(groups)
             found = self._built[key] = tuple(
-                stage(devices, layers, micro_batch, full=n)
-                for devices, layers, n in zip(groups, ranges(counts), full, strict=True)
+                stage(devices, layers, micro_batch, full=n, in_flight=most)
+                for devices, layers, n, most in zip(groups, ranges(counts), full, flying, strict=True)
             )
         return found
 
@@ -156,11 +159,12 @@ class Assembly:
         if depth > layers:
             return None
         number = self._number(pipelines, micro_batch)
-        tables = []
+        tables, own = [], settings.in_flight(groups)
         for s, devices in enumerate(groups):
-            flying = in_flight(settings.schedule, depth, s, number)
+            flying = in_flight(settings.schedule, depth, s, number) if own is None else min(own[s], number)
             tables.append(self._table(devices, pipelines, micro_batch, settings, flying, s == 0, s == depth - 1))
-        message, pieces = self._pricing.message_alike, [self._pricing.stage(own, micro_batch, settings) for own in groups]
+        ahead = () if own is None else ahead_of(own)
+        message, pieces = self._pricing.message_alike, [self._pricing.stage(names, micro_batch, settings) for names in groups]
         messages = tuple([(message(a, b, settings), message(b, a, settings)) for a, b in pairwise(groups)])
         size = self._pricing.activation_bytes(micro_batch)
         waits = [0.0] * depth
@@ -184,10 +188,10 @@ class Assembly:
             tried.append(counts)
             full = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
             forward, backward = [], []
-            for s, (own, count, again) in enumerate(zip(pieces, counts, full, strict=True)):
-                forward.append(own.forward_s(count, s == 0, s == depth - 1))
-                backward.append(own.backward_s(count, again, s == 0, s == depth - 1))
-            course = Course(settings.schedule, number, tuple(forward), tuple(backward), messages, size)
+            for s, (piece, count, again) in enumerate(zip(pieces, counts, full, strict=True)):
+                forward.append(piece.forward_s(count, s == 0, s == depth - 1))
+                backward.append(piece.backward_s(count, again, s == 0, s == depth - 1))
+            course = Course(settings.schedule, number, tuple(forward), tuple(backward), messages, size, ahead)
             fill_s, period_s = course.ends(twins)
             seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:

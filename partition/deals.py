@@ -29,9 +29,12 @@ Score: TypeAlias = "Callable[[Deal, float], float]"
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried; others by doubling, see `micro_batches`."""
 
-SCHEDULES = ("1f1b", "eager-1f1b")
+SCHEDULES = (("1f1b", 0), ("1f1b", 1), ("1f1b", 2), ("eager-1f1b", 0))
+"""Schedules that are tried with all else, and how many micro-batches more are held for messages between nodes (`Settings`): those
+that need least memory first."""
+
 SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
-"""Schedules of deals: those that are tried with all else, and those that divide backwards, which suit rows that are settled."""
+"""Schedules that divide backwards, which suit rows that are settled."""
 
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
@@ -106,6 +109,8 @@ class Deals:
         self._graph, self._job, self._seed = graph, job, seed
         devices = {node.name: tuple(f"{node.name}/{index}" for index in range(node.gpus)) for node in nodes}
         order = graph.path(list(devices), {name: sum(memory[device] for device in own) for name, own in devices.items()})
+        self.schedules = tuple(entry for entry in SCHEDULES if len(nodes) > 1 or not entry[1])
+        """Those that are tried: no message leaves the only node."""
         kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
         alike: dict[Node, list[Devices]] = {}
         for name in order:
@@ -138,9 +143,9 @@ class Deals:
         for part in parts:
             allowed = self._degrees(part)
             rows.append(Row(part, allowed[int(rng.integers(len(allowed)))]))
-        schedules = (*SCHEDULES, SPLIT_SCHEDULES[-1])
-        schedule = schedules[int(rng.integers(len(schedules)))]
-        settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED))
+        schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
+        schedule, ahead = schedules[int(rng.integers(len(schedules)))]
+        settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
         return Deal(tuple(rows), pipelines, bool(rng.random() < 0.8), MICRO_BATCHES[int(rng.integers(2))], settings)
 
     def layout(self, deal: Deal) -> Layout | None:
@@ -203,15 +208,15 @@ class Deals:
         for other in (changed_zero(settings), changed_offload(settings)):
             if other is not None:
                 yield replace(deal, settings=other)
-        for schedule in SCHEDULES:
-            if schedule != settings.schedule:
-                yield replace(deal, settings=replace(settings, schedule=schedule))
+        for schedule, ahead in self.schedules:
+            if (schedule, ahead) != (settings.schedule, settings.ahead):
+                yield replace(deal, settings=replace(settings, schedule=schedule, ahead=ahead))
 
     def split(self, deal: Deal) -> Iterator[Deal]:
         """The deal under the schedules that divide backwards."""
         for schedule in SPLIT_SCHEDULES:
             if schedule != deal.settings.schedule:
-                yield replace(deal, settings=replace(deal.settings, schedule=schedule))
+                yield replace(deal, settings=replace(deal.settings, schedule=schedule, ahead=0))
 
     def cut(self, deal: Deal) -> Iterator[Deal]:
         """All deals in which a row is cut in two, a part of which has another degree or place than it had."""

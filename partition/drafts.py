@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from partition.search import Search
@@ -43,17 +43,36 @@ class Settings:
     sequence_parallel: bool = False
     offload_optimizer: bool = False
     expert_parallel: int = 1
+    ahead: int = 0
+    """Micro-batches that stages hold beside those of 1F1B for each message between nodes that is still to come."""
+
+    def in_flight(self, groups: Sequence[Sequence[str]]) -> tuple[int, ...] | None:
+        """The micro-batches that stages of these devices, in stage order, hold at most; None where it is as the schedule says.
+
+        A message between nodes is on its way while both its stages could work: with one micro-batch more in each direction
+        they do.
+        """
+        nodes = [devices[0].rpartition("/")[0] for devices in groups]
+        further = [1 + self.ahead * (a != b) for a, b in pairwise(nodes)]
+        if not self.ahead or max(further, default=1) == 1:
+            return None
+        return tuple(accumulate(reversed(further), initial=1))[::-1]
 
 
 def stage(
-    devices: Sequence[str], layers: LayerRange, micro_batch: int, recompute: str = "none", full: int | None = None
+    devices: Sequence[str],
+    layers: LayerRange,
+    micro_batch: int,
+    recompute: str = "none",
+    full: int | None = None,
+    in_flight: int | None = None,
 ) -> Stage:
     """A stage of one replica. With `full`, so many of its layers are recomputed in full, and none of the others."""
     mode, count = recompute, None
     if full is not None:
         held = layers[1] - layers[0]
         mode, count = ("none", None) if full == 0 else ("full", None if full >= held else full)
-    return Stage((Replica(tuple(devices), micro_batch),), (layers,), mode, count)
+    return Stage((Replica(tuple(devices), micro_batch),), (layers,), mode, count, in_flight)
 
 
 def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> Plan:
@@ -79,6 +98,13 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
 def settings_of(plan: Plan) -> Settings:
     """What a plan says of all its pipelines at once."""
     return Settings(plan.schedule, plan.zero_stage, plan.sequence_parallel, plan.offload_optimizer, plan.expert_parallel)
+
+
+def rescheduled(draft: Draft, settings: Settings, schedule: str, ahead: int = 0) -> tuple[Draft, Settings]:
+    """The draft under another schedule, and the settings for it."""
+    changed = replace(settings, schedule=schedule, ahead=ahead)
+    counts = [changed.in_flight([part.replicas[0].devices for part in pipeline.stages]) for pipeline in draft]
+    return tuple([pipeline.holding(own) for pipeline, own in zip(draft, counts, strict=True)]), changed
 
 
 def updated_parameters(job: Job, devices: int, layers: int, first: bool, last: bool, copies: int) -> float:
@@ -120,7 +146,11 @@ def unlike(draft: Draft, cluster: Cluster) -> Draft:
     sorts = {node.name: replace(node, name="", rack=None) for node in cluster.nodes}
     of_node = dict(zip(sorts, _numbered(sorts.values()), strict=True))
     of_pipeline = _numbered(
-        (p.micro_batch, p.micro_batches, tuple([(part.layers, part.recompute, len(part.devices)) for part in p.stages]))
+        (
+            p.micro_batch,
+            p.micro_batches,
+            tuple([(part.layers, part.recompute, part.in_flight, len(part.devices)) for part in p.stages]),
+        )
         for p in draft
     )
     for _ in range(ROUNDS):

@@ -9,7 +9,7 @@ A pipeline of stages j takes, with forward F_j, backward B_j, and c_j for a mess
     sum of all F_j + B_j + 2 c_j, once, to fill and drain it, and then for each further micro-batch one period:
     1F1B     the largest mean, over every run of consecutive stages, of F_j + B_j and of 2 c_j inside the run:
              a stage of 1F1B waits for its neighbour's answer, so that messages count although they do not block;
-             under eager 1F1B it waits for the answer to an earlier one, and the sum is shared by as many more
+             where it holds more micro-batches it waits for the answer to an earlier one, and the sum is shared by as many more
     GPipe    max(F_j, c_j) + max(B_j, c_j), over all stages
 
 A link that all messages together keep busy longer than this sets the period instead. Gradients of the layers held by several
@@ -121,6 +121,8 @@ class Course:
     backward_s: tuple[float, ...]
     messages: tuple[tuple[Message, Message], ...]
     activation_bytes: int
+    ahead: tuple[int, ...] = ()
+    """How many micro-batches more than the schedule says a stage holds for the next message than the stage after it does."""
 
     def ends(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> tuple[float, float]:
         """Seconds that it takes once, and for each micro-batch.
@@ -132,7 +134,7 @@ class Course:
             (there.seconds(size, twins, busy, per_s) + back.seconds(size, twins, busy, per_s)) / 2
             for there, back in self.messages
         ]
-        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits)
+        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits, self.ahead)
         return sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - period_s, period_s
 
     def end_s(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> float:
@@ -347,7 +349,9 @@ class Pricing:
         lanes = [part.replicas[0].devices for part in pipeline.stages]
         messages = tuple((self.message(a, b, settings), self.message(b, a, settings)) for a, b in pairwise(lanes))
         size = self.activation_bytes(pipeline.micro_batch)
-        return Course(settings.schedule, pipeline.micro_batches, tuple(forward), tuple(backward), messages, size)
+        said = any(part.in_flight is not None for part in pipeline.stages)
+        ahead = ahead_of(pipeline.in_flight) if said else ()
+        return Course(settings.schedule, pipeline.micro_batches, tuple(forward), tuple(backward), messages, size, ahead)
 
     def activation_bytes(self, micro_batch: int) -> int:
         """Bytes of one micro-batch's activation between two stages."""
@@ -554,8 +558,18 @@ def _renamed(end: Sequence[str], names: Mapping[str, str]) -> str:
     return names.get(name) or "/".join([names.get(end[0], end[0]), *end[1:]])
 
 
-def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float]) -> float:
-    """Seconds between two micro-batches of a pipeline in its steady state; waits[j] is a message between stages j and j + 1."""
+def ahead_of(in_flight: Sequence[int]) -> tuple[int, ...]:
+    """How many micro-batches more than under 1F1B each stage but the last holds for the message to the next one."""
+    return tuple([a - b - 1 for a, b in pairwise(in_flight)])
+
+
+def schedule_period_s(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float], ahead: Sequence[int] = ()
+) -> float:
+    """Seconds between two micro-batches of a pipeline in its steady state; waits[j] is a message between stages j and j + 1.
+
+    For that message stage j holds `ahead[j]` micro-batches more than the schedule says; none at all where it is empty.
+    """
     if schedule == "gpipe":
         there = max(max(forward), max(waits, default=0.0))
         return there + max(max(backward), max(waits, default=0.0))
@@ -564,6 +578,7 @@ def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequenc
     # From stage i to stage j so many micro-batches are under way at once; what one of them takes there and back is the total
     # up to j less that before i.
     each = 2 if schedule in ("eager-1f1b", "zb-2p") else 1
+    further = [each + more for more in ahead] or [each] * (len(forward) - 1)
     if len(forward) <= FEW_STAGES:
         begins, ends, total_s = [], [], 0.0
         for there_s, back_s, wait_s in zip(forward, backward, (0.0, *waits), strict=True):
@@ -573,14 +588,16 @@ def schedule_period_s(schedule: str, forward: Sequence[float], backward: Sequenc
         period_s = 0.0
         for i, begin_s in enumerate(begins):
             count = 1
-            for end_s in ends[i:]:
+            for end_s, more in zip(ends[i:], (*further[i:], 0), strict=True):
                 mean_s = (end_s - begin_s) / count
                 if mean_s > period_s:
                     period_s = mean_s
-                count += each
+                count += more
         return period_s
     waiting = 2 * np.array([0.0, *waits])
     ended = np.cumsum(np.add(forward, backward) + waiting)
     begun = np.concatenate([[0.0], ended[:-1]]) + waiting
-    counts = each * (np.arange(len(ended)) - np.arange(len(ended))[:, None]) + 1
+    held = np.concatenate([[0], np.cumsum(further)])
+    counts = held - held[:, None] + 1
+    counts[np.tril_indices(len(held), -1)] = 0
     return float(((ended - begun[:, None]) / np.where(counts > 0, counts, np.inf)).max())

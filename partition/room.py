@@ -17,7 +17,7 @@ from sim.cost.memory import host_parameter_bytes, lane_parts
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
-from sim.spec.schedules import in_flight
+from sim.spec.schedules import held_by
 
 FEW, MANY = 2, 4
 """Numbers of pipelines that are asked about. With more of them ZeRO's parts are smaller in proportion, the rest is the same."""
@@ -84,7 +84,7 @@ class Room:
             for s, part in enumerate(pipeline.stages):
                 devices, counts = part.replicas[0].devices, part.recomputed()
                 held = self.stage(len(draft), len(devices), pipeline.micro_batch, settings, s == 0, s == depth - 1)
-                flying = in_flight(settings.schedule, depth, s, pipeline.micro_batches)
+                flying = held_by(settings.schedule, pipeline, s)
                 if held.total(flying, part.layer_count, counts["full"], counts["selective"]) > self.capacity_bytes(devices):
                     return False
         return self.fits_hosts(draft, settings)

@@ -291,7 +291,8 @@ def _built_alike(plan: Plan, lanes: Sequence[Lane]) -> dict[str, str]:
     def build(lane: Lane) -> Hashable:
         own = replace(lane, name="", pipeline=0, devices=(), previous=(), next=(), instructions=())
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
-        return own, len(lane.devices), stage.recompute, stage.recompute_layers, edges(lane.previous), edges(lane.next)
+        said = stage.recompute, stage.recompute_layers, stage.in_flight
+        return own, len(lane.devices), said, edges(lane.previous), edges(lane.next)
 
     first: dict[Hashable, list[Lane]] = {}
     found: dict[str, str] = {}

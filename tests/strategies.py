@@ -114,6 +114,8 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
             full = draw(st.none() | st.integers(0, held)) if mode == "full" else None
             stages.append(Stage(tuple(map(Replica, replicas, shares)), layers, mode, full))
         pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
+    if schedule == "1f1b" and zero_stage < 2 and draw(st.booleans()):
+        pipelines = [pipeline.holding(draw(in_flight(pipeline))) for pipeline in pipelines]
     return Plan(
         cluster=cluster.name,
         model=model,
@@ -128,6 +130,17 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
     )
+
+
+@st.composite
+def in_flight(draw: DrawFn, pipeline: Pipeline) -> list[int]:
+    """How many micro-batches the stages of a pipeline hold under 1F1B, from one that all hold to more than there are."""
+    counts: dict[int, int] = {}
+    held = 1
+    for s in reversed(pipeline.visiting_order):
+        held += draw(st.integers(0, 3))
+        counts[s] = held
+    return [counts[s] for s in range(len(counts))]
 
 
 def worlds() -> SearchStrategy[tuple[Cluster, Plan]]:

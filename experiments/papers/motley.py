@@ -43,7 +43,7 @@ from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, link_names,
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage, read_plan
 from sim.spec.reading import write_file
-from sim.spec.schedules import in_flight
+from sim.spec.schedules import in_flight as held_at
 from sim.spec.transformer import transformer
 
 if TYPE_CHECKING:
@@ -239,10 +239,11 @@ def evened(cluster: Cluster, plan: Plan) -> dict[Dealt, Plan]:
     own_cuts = [[held.layer_count for held in pipeline.stages] for pipeline in plan.pipelines]
     dealer, found = _Dealer(cluster, job), {(BY_SPEED, BY_SPEED): plan}
     own_shares = [pipeline.micro_batches for pipeline in plan.pipelines]
-    found[EVENLY, BY_SPEED] = dealer.plan(groups, even_cuts, micro_batch, settings, own_shares)
+    held = [pipeline.in_flight if pipeline.stages[0].in_flight is not None else None for pipeline in plan.pipelines]
+    found[EVENLY, BY_SPEED] = dealer.plan(groups, even_cuts, micro_batch, settings, own_shares, held)
     if job.global_batch % (len(groups) * micro_batch) == 0:
         for layers, cuts in ((BY_SPEED, own_cuts), (EVENLY, even_cuts)):
-            found[layers, EVENLY] = dealer.plan(groups, cuts, micro_batch, settings, EVENLY)
+            found[layers, EVENLY] = dealer.plan(groups, cuts, micro_batch, settings, EVENLY, held)
     return found
 
 
@@ -261,16 +262,19 @@ class _Dealer:
         micro_batch: int,
         settings: Settings,
         shares: str | Sequence[int],
+        in_flight: Sequence[tuple[int, ...] | None] = (),
     ) -> Plan:
         """The plan whose stages hold so many layers each, and recompute as few of them as memory needs.
 
-        `shares` are the micro-batches of each pipeline, or how they are dealt.
+        `shares` are the micro-batches of each pipeline, or how they are dealt; `in_flight` is how many the stages of each hold,
+        where it is not as the schedule says.
         """
+        flying = in_flight or [None] * len(pipelines)
         mean = -(-self._job.global_batch // (micro_batch * len(pipelines)))
         counts = [mean] * len(pipelines) if isinstance(shares, str) else shares
         draft = [
-            Pipeline(micro_batch, count, self._stages(groups, cut, micro_batch, count, len(pipelines), settings))
-            for groups, cut, count in zip(pipelines, cuts, counts, strict=True)
+            Pipeline(micro_batch, count, self._stages(groups, cut, micro_batch, count, len(pipelines), settings, held))
+            for groups, cut, count, held in zip(pipelines, cuts, counts, flying, strict=True)
         ]
         if shares == BY_SPEED:
             paces = [Pace(micro_batch, *self._pricing.course(pipeline, settings).ends()) for pipeline in draft]
@@ -280,15 +284,23 @@ class _Dealer:
         return make_plan(self._cluster, self._job, tuple(draft), settings)
 
     def _stages(
-        self, groups: Groups, cut: Sequence[int], micro_batch: int, count: int, pipelines: int, settings: Settings
+        self,
+        groups: Groups,
+        cut: Sequence[int],
+        micro_batch: int,
+        count: int,
+        pipelines: int,
+        settings: Settings,
+        in_flight: tuple[int, ...] | None,
     ) -> tuple[Stage, ...]:
         """The stages of a pipeline of so many micro-batches. Where memory is too small, all layers are recomputed."""
         stages, last = [], len(groups) - 1
         for s, (devices, layers) in enumerate(zip(groups, ranges(cut), strict=True)):
             held = self._room.stage(pipelines, len(devices), micro_batch, settings, s == 0, s == last)
-            flying = in_flight(settings.schedule, len(groups), s, count)
+            own = None if in_flight is None else in_flight[s]
+            flying = held_at(settings.schedule, len(groups), s, count) if own is None else min(own, count)
             full = held.fewest_recomputed(self._room.capacity_bytes(devices), cut[s], flying)
-            stages.append(stage(devices, layers, micro_batch, full=cut[s] if full is None else full))
+            stages.append(stage(devices, layers, micro_batch, full=cut[s] if full is None else full, in_flight=own))
         return tuple(stages)
 
 

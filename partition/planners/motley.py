@@ -32,7 +32,7 @@ are made for several ranges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +64,7 @@ from partition.drafts import (
     fits_heads,
     make_plan,
     reject,
+    rescheduled,
     simulation_work,
     stage,
     unlike,
@@ -85,6 +86,7 @@ from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
 from sim.spec.judge import Cost, Forecast, Verdict
 from sim.spec.plan import Pipeline, Plan, Stage
+from sim.spec.schedules import held_by
 
 STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 256_000, 200
 """Steps of a walk: so many for each GPU of a small cluster, so many divided by the GPUs of a large one, whose steps take longer.
@@ -150,7 +152,7 @@ LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
 
 START_SETTINGS = (
-    *map(Settings, reversed(SCHEDULES)),
+    *(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES)),
     Settings(offload_optimizer=True),
     Settings(sequence_parallel=True, offload_optimizer=True),
 )
@@ -182,7 +184,7 @@ ranges of layers a stage."""
 MOST_SIZES = 16
 """All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
 
-FINAL_SCHEDULES = ("1f1b", "eager-1f1b", "zb-1p", "zb-2p", "gpipe")
+FINAL_SCHEDULES = (*SCHEDULES, ("zb-1p", 0), ("zb-2p", 0), ("gpipe", 0))
 
 
 Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]], bool]
@@ -674,12 +676,15 @@ class _Hunt:
         for _, layout, draft in self.ranked()[:WALKS]:
             memory = ((0, False), (1, False), (1, True)) if _is_short(draft, layout.settings) else ((0, False), (1, False))
             parallel = (False, True) if any(len(group) > 1 for pipe in layout.pipelines for group in pipe) else (False,)
-            for schedule, (zero_stage, offload), sequence_parallel, size in product(
-                (*SCHEDULES, *SPLIT_SCHEDULES), memory, parallel, micro_batches(self.job, layout.micro_batch)
+            for (schedule, ahead), (zero_stage, offload), sequence_parallel, size in product(
+                (*self.deals.schedules, *((name, 0) for name in SPLIT_SCHEDULES)),
+                memory,
+                parallel,
+                micro_batches(self.job, layout.micro_batch),
             ):
                 if self.search.past(until_s):
                     return
-                settings = Settings(schedule, zero_stage, sequence_parallel, offload)
+                settings = Settings(schedule, zero_stage, sequence_parallel, offload, ahead=ahead)
                 self.score_s(replace(layout, micro_batch=size, settings=settings))
 
     def explore(self) -> None:
@@ -827,9 +832,9 @@ class _Hunt:
                     continue
                 pipes = tuple([pipe for team in grouped for pipe in shared_out(team, twins)])
                 if all(len(pipe) <= self.job.model.layers for pipe in pipes):
-                    for size, schedule in product(sizes, SCHEDULES):
+                    for size, (schedule, ahead) in product(sizes, self.deals.schedules):
                         if len(pipes) * size <= self.job.global_batch:
-                            yield Layout(pipes, size, Settings(schedule))
+                            yield Layout(pipes, size, Settings(schedule, ahead=ahead))
 
     def _twins(self, groups: int) -> list[int]:
         """Numbers of equal pipelines to deal so many groups to."""
@@ -923,8 +928,8 @@ class _Hunt:
         settings = layout.settings
         choice = self._draw(6)
         if choice == 4:
-            other = "1f1b" if settings.schedule == "eager-1f1b" else "eager-1f1b"
-            return replace(layout, settings=replace(settings, schedule=other))
+            schedule, ahead = self.deals.schedules[self._draw(len(self.deals.schedules))]
+            return replace(layout, settings=replace(settings, schedule=schedule, ahead=ahead))
         if choice == 0:
             return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
         if choice in (1, 5):
@@ -1194,9 +1199,9 @@ class _Hunt:
         entries.sort(key=lambda entry: entry[0])
         if self.estimates is not None:  # which tell the schedules apart
             others = [
-                (draft, replace(settings, schedule=name))
+                rescheduled(draft, settings, *schedule)
                 for _, draft, settings in entries[:SCHEDULED]
-                for name in FINAL_SCHEDULES
+                for schedule in FINAL_SCHEDULES
             ]
             entries += [(self.draft_s(*other, math.inf), *other) for other in others if not self.late(TUNED)]
         entries = sorted(dict.fromkeys(entries), key=lambda entry: entry[0])[:FINALISTS]
@@ -1308,7 +1313,7 @@ class _Hunt:
         seconds, draft, settings = entry
         self.rng = np.random.default_rng(self.search.seed)
         for _ in range(TUNINGS):
-            for changed in self._variants(draft):
+            for changed in self._variants(draft, settings):
                 if self.late(TUNED):
                     return seconds, draft, settings
                 changed_s = self.draft_s(changed, settings, seconds)
@@ -1326,7 +1331,7 @@ class _Hunt:
         while better and left > 0:
             better = False
             known = []
-            for changed in self._variants(draft):
+            for changed in self._variants(draft, settings):
                 self.search.check_budget()
                 known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
@@ -1360,11 +1365,14 @@ class _Hunt:
 
         return [seconds(plan) for plan in plans]
 
-    def _variants(self, draft: Draft) -> Iterator[Draft]:
-        """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized."""
+    def _variants(self, draft: Draft, settings: Settings) -> Iterator[Draft]:
+        """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized, or
+        one more or fewer of them held for a message."""
         families: dict[object, list[int]] = {}
         for p, pipeline in enumerate(draft):
-            sign = tuple((self.kind[s.replicas[0].devices[0]], len(s.replicas[0].devices), s.layers) for s in pipeline.stages)
+            sign = tuple(
+                (self.kind[s.replicas[0].devices[0]], len(s.replicas[0].devices), s.layers, s.in_flight) for s in pipeline.stages
+            )
             families.setdefault((sign, pipeline.micro_batch), []).append(p)
         for members in families.values():
             stages = draft[members[0]].stages
@@ -1376,6 +1384,7 @@ class _Hunt:
                 made = list(draft)
                 for p in members:
                     made[p] = replace(draft[p], stages=_moved_layer(draft[p].stages, giver, taker))
+                    made[p] = self._fitted(made[p], (giver, taker), len(draft), settings)
                 yield tuple(made)
                 if self.charges.any and stages[giver].recompute != "none":  # to wait may be cheaper than to compute again
                     for p in members:
@@ -1389,6 +1398,12 @@ class _Hunt:
                         own = draft[p].stages
                         made[p] = replace(draft[p], stages=(*own[:n], _like(own[n], changed), *own[n + 1 :]))
                     yield tuple(made)
+            if settings.schedule == "1f1b":
+                for counts in _held_otherwise(draft[members[0]].in_flight):
+                    made = list(draft)
+                    for p in members:
+                        made[p] = self._fitted(draft[p].holding(counts), range(len(counts)), len(draft), settings)
+                    yield tuple(made)
         groups = list(families.values())
         for ones in groups:
             for others in groups:
@@ -1400,6 +1415,18 @@ class _Hunt:
                     yield tuple(made)
             yield from self._with_other_micro_batches(draft, ones)
 
+    def _fitted(self, pipeline: Pipeline, which: Iterable[int], copies: int, settings: Settings) -> Pipeline:
+        """One of so many pipelines, some of whose stages recompute the fewest layers with which they fit, if they ever do."""
+        stages, last = list(pipeline.stages), len(pipeline.stages) - 1
+        for s in which if settings.zero_stage < 2 else ():  # of others `Room` knows nothing
+            devices, layers = stages[s].replicas[0].devices, stages[s].layer_count
+            held = self.room.stage(copies, len(devices), pipeline.micro_batch, settings, s == 0, s == last)
+            flying = held_by(settings.schedule, pipeline, s)
+            full = held.fewest_recomputed(self.room.capacity_bytes(devices), layers, flying)
+            if full is not None:
+                stages[s] = _with_full(stages[s], full)
+        return replace(pipeline, stages=tuple(stages))
+
     def _with_other_micro_batches(self, draft: Draft, members: Sequence[int]) -> Iterator[Draft]:
         """The draft with the same sequences of some pipelines in micro-batches of another size, recomputed as memory asks for."""
         totals, own = {draft[p].micro_batch * draft[p].micro_batches for p in members}, draft[members[0]].micro_batch
@@ -1409,7 +1436,10 @@ class _Hunt:
             for mode in ("none", "full"):
                 made = list(draft)
                 for p in members:
-                    stages = tuple(stage(part.replicas[0].devices, part.layers[0], size, mode) for part in draft[p].stages)
+                    stages = tuple(
+                        stage(part.replicas[0].devices, part.layers[0], size, mode, in_flight=part.in_flight)
+                        for part in draft[p].stages
+                    )
                     total = draft[p].micro_batch * draft[p].micro_batches
                     made[p] = Pipeline(size, total // size, stages)
                 yield tuple(made)
@@ -1455,6 +1485,14 @@ def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage
         made.append(_with_full(replace(part, layers=((start, start + count),)), full))
         start += count
     return tuple(made)
+
+
+def _held_otherwise(in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The micro-batches that stages hold, with one more, or one fewer, for the message from one stage to the next."""
+    for n in range(len(in_flight) - 1):
+        for more in (1, -1):
+            if in_flight[n] + more >= in_flight[n + 1]:
+                yield tuple([count + more * (s <= n) for s, count in enumerate(in_flight)])
 
 
 def _recomputed(stage: Stage) -> Iterator[Stage]:

@@ -53,7 +53,7 @@ from sim.spec.judge import Cost, Verdict
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, Lane, OptimizerStep
 from sim.spec.reading import InputError
-from sim.spec.schedules import SCHEDULES, in_flight
+from sim.spec.schedules import SCHEDULES, held_by, in_flight
 
 MOST_STEPS = 2_000_000
 """Forwards of one plan that are followed one by one; of longer schedules `Estimate` follows a part."""
@@ -64,8 +64,8 @@ RING_BYTES = 2.0**20
 ASKED_AT_ONCE = 4096
 """Paths that the compiled arithmetic can miss before it is told."""
 
-WARM_UP = {"gpipe": 0, "1f1b": 1, "eager-1f1b": 2, "zb-1p": 1, "zb-2p": 2}
-"""The schedules that are followed, and the forwards of their warm-up for each stage that follows; 0: all."""
+EAGERNESS = {"gpipe": 0, "1f1b": 0, "eager-1f1b": 0, "zb-1p": 1, "zb-2p": 2}
+"""The schedules that are followed; of those that divide backwards, the forwards of their warm-up for each stage that follows."""
 
 UNKNOWN = -2
 """In the place of the number of a list of parts: it has not been asked for."""
@@ -552,7 +552,7 @@ class _Settings:
         self._plan, self._network, self._cluster, self._groups, self._compiled = plan, network, cluster, groups, compiled
         stack, model = cluster.stack, plan.transformer
         self.followed = (
-            plan.schedule in WARM_UP
+            plan.schedule in EAGERNESS
             and plan.zero_stage <= 1
             and plan.context_parallel == plan.expert_parallel == 1
             and plan.shard_group is None
@@ -583,7 +583,7 @@ class _Settings:
             collective_scale=float(stack.collective_scale),
             per_bucket=self._per_bucket,
             sequence_parallel=plan.sequence_parallel,
-            warm_up=WARM_UP.get(plan.schedule, 0),
+            eagerness=EAGERNESS.get(plan.schedule, 0),
             halves=self._halves,
             overlap=plan.overlap_gradients,
             gathers=plan.zero_stage >= 1,
@@ -695,9 +695,11 @@ class _Settings:
                 parts = self._each_layer[look]
                 if parts == UNKNOWN:
                     parts = self._each_layer[look] = self._parts_of(look, _single(stop - start))
-            flying = in_flight(self._schedule, depth, place, micro_batches)
+            flying = stage.in_flight
+            if flying is None:
+                flying = int(in_flight(self._schedule, depth, place, micro_batches))
             exchanges = shared or (tied and end > 0)
-            rows.extend((look, group, parts, start, stop, 0, share, place, int(flying), stop - start, exchanges))
+            rows.extend((look, group, parts, start, stop, 0, share, place, min(flying, micro_batches), stop - start, exchanges))
         return rows
 
     def _shards(self, copies: int) -> NDArray[np.float64]:
@@ -726,7 +728,7 @@ class _Settings:
             for place, s in enumerate(pipeline.visiting_order):
                 stage, at = pipeline.stages[s], 0
                 (start, stop), end = stage.layers[0], (place == 0) + 2 * (place == depth - 1)
-                flying = in_flight(self._schedule, depth, place, micro_batches)
+                flying = held_by(self._schedule, pipeline, place)
                 holding = [held.layers[start]] if start < stop else []
                 holding += [held.embedding] if end & 1 or (end and model.tied_embeddings) else []
                 holding += [held.head] if end & 2 else []

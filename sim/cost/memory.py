@@ -35,7 +35,7 @@ from sim.spec.counts import (
     tied_copy_parameters_at,
 )
 from sim.spec.plan import LayerRange, Plan
-from sim.spec.schedules import check_ranges, in_flight
+from sim.spec.schedules import check_ranges, held_by
 from sim.spec.stack import Stack, stack
 from sim.spec.transformer import Transformer
 
@@ -357,8 +357,7 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
             shared = max((held.layers[start] for start, stop in part.layers if start < stop), default=0)
             only_first = (1, *(0,) * (len(chunks) - 1))
             flying, first_flying, last_flying = (
-                in_flight(plan.schedule, depth, position, pipeline.micro_batches, weights)
-                for weights in (chunks, only_first, only_first[::-1])
+                held_by(plan.schedule, pipeline, position, weights) for weights in (chunks, only_first, only_first[::-1])
             )
             embedding, head = s == pipeline.chunks[0][0], s == pipeline.chunks[-1][0]
             if embedding or (head and plan.transformer.tied_embeddings):

@@ -127,8 +127,8 @@ class Sizes(NamedTuple):
     collective_scale: float
     per_bucket: int
     sequence_parallel: bool
-    warm_up: int
-    """Forwards before the first backward, for each stage that follows; 0: all."""
+    eagerness: int
+    """Of backwards that come in halves: forwards before the first one, for each stage that follows."""
     halves: bool
     """Whether the backward comes in an input half and a weight half."""
     overlap: bool
@@ -658,11 +658,12 @@ def _course(
     warm_up, put_off, weight_s = np.empty(count, np.int64), np.zeros(count, np.int64), np.empty(count)
     for here in range(count):
         place = lanes[begin + here, PLACE]
-        warm_up[here] = min(eagerness * (depth - 1 - place), micro_batches) if eagerness else micro_batches
-        longest = max(longest, warm_up[here])
+        warm_up[here] = lanes[begin + here, FLYING] - 1
         weight_s[here] = look[lanes[begin + here, LOOK], WEIGHT_S]
         if halves:
+            warm_up[here] = min(eagerness * (depth - 1 - place), micro_batches)
             put_off[here] = eagerness * place
+        longest = max(longest, warm_up[here])
     # From then on all lanes do the same in each step, as long as there are forwards.
     steady = longest + 1 + (eagerness * depth if halves else 0)
     step = 0
@@ -993,8 +994,9 @@ def _courses(
             ahead, behind, time, micro_batches = forwards[lane], backwards[lane], free_s[lane], passes[lane]
             looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
             forward_s, backward_s = forwards_s[lane], backwards_s[lane]
-            warm_up = eagerness * (depth[lane] - 1 - lanes[lane, PLACE]) if eagerness else micro_batches
-            weight_s, put_off = look[looks, WEIGHT_S], eagerness * lanes[lane, PLACE] if halves else 0
+            warm_up, weight_s, put_off = lanes[lane, FLYING] - 1, look[looks, WEIGHT_S], 0
+            if halves:
+                warm_up, put_off = eagerness * (depth[lane] - 1 - lanes[lane, PLACE]), eagerness * lanes[lane, PLACE]
             while behind < micro_batches:
                 forward = ahead < micro_batches and ahead - behind <= warm_up
                 m, way = (ahead, 0) if forward else (behind, 1)
@@ -1677,7 +1679,7 @@ def evaluate(
                 part_first,
                 part_s,
                 input_s,
-                sizes.warm_up,
+                sizes.eagerness,
                 halves,
                 forwards_s,
                 backwards_s,
@@ -1718,7 +1720,7 @@ def evaluate(
             part_first,
             part_s,
             input_s,
-            sizes.warm_up,
+            sizes.eagerness,
             halves,
             forwards_s,
             backwards_s,

@@ -31,7 +31,7 @@ from sim.spec.program import (
     Sequences,
 )
 from sim.spec.reading import InputError
-from sim.spec.schedules import SCHEDULES, Work, check_ranges
+from sim.spec.schedules import SCHEDULES, Work, check_ranges, order_of
 from sim.spec.transformer import Transformer
 
 BUCKET_PARAMETERS = 40_000_000
@@ -64,11 +64,11 @@ def _refuse_unsupported(plan: Plan) -> None:
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
     if plan.zero_stage >= 2:
-        shapes = {(p.micro_batches, tuple(stage.layers for stage in p.stages)) for p in plan.pipelines}
+        shapes = {(p.micro_batches, p.in_flight, tuple(stage.layers for stage in p.stages)) for p in plan.pipelines}
         if len(shapes) > 1:
             raise InputError(
                 f"zero_stage {plan.zero_stage} shares parameters or gradients at every micro-batch, so that all pipelines need "
-                "equal cuts and micro_batches, but they differ; accepted: zero_stage 0 or 1"
+                "equal cuts, micro_batches and in_flight, but they differ; accepted: zero_stage 0 or 1"
             )
     count = instruction_estimate(plan)
     if count > MOST_INSTRUCTIONS:
@@ -84,9 +84,13 @@ def _check_experts(plan: Plan) -> None:
     if moe is None or moe.experts % degree:
         has = "none" if moe is None else moe.experts
         raise InputError(f"expert_parallel divides the experts evenly, but {plan.transformer.name} has {has}, and it is {degree}")
-    shapes = {tuple((s.layers, tuple(len(r.devices) for r in s.replicas)) for s in p.stages) for p in plan.pipelines}
+    shapes = {
+        (p.in_flight, tuple((s.layers, tuple(len(r.devices) for r in s.replicas)) for s in p.stages)) for p in plan.pipelines
+    }
     if len(shapes) > 1:
-        raise InputError(f"expert_parallel {degree} needs pipelines of equal cuts and degrees, but they differ; accepted: 1")
+        raise InputError(
+            f"expert_parallel {degree} needs pipelines of equal cuts, degrees and in_flight, but they differ; accepted: 1"
+        )
     for s, stage in enumerate(plan.pipelines[0].stages):
         degrees = {len(replica.devices) for replica in stage.replicas}
         copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
@@ -253,7 +257,7 @@ def lane_instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, s
     """The instructions of one lane: its schedule with the messages, reductions and gathers that its work needs."""
     pipeline = plan.pipelines[lane.pipeline]
     position = pipeline.visiting_order.index(lane.stage)
-    order = SCHEDULES[plan.schedule].order(len(pipeline.stages), position, len(lane.layers), lane.micro_batches)
+    order = order_of(plan.schedule, pipeline, position, lane.micro_batches)
     each = plan.zero_stage >= 2  # gradients are scattered at every micro-batch, not once for all
     ends = tuple(end for end, held_by in shared_ends.items() if lane.name in held_by)
     for kind, m, chunk in order:

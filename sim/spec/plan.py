@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Stage:
     layers: tuple[LayerRange, ...]
     recompute: str = "none"
     recompute_layers: int | None = None
+    in_flight: int | None = None
+    """The most micro-batches that it holds at once under 1F1B; None for one, and one more for each stage that follows."""
 
     @property
     def layer_count(self) -> int:
@@ -85,6 +88,18 @@ class Pipeline:
     def chunks(self) -> tuple[tuple[int, LayerRange], ...]:
         """Every layer range with the index of the stage that holds it, in the order that a micro-batch visits them."""
         return tuple(sorted(((s, r) for s, stage in enumerate(self.stages) for r in stage.layers), key=lambda chunk: chunk[1]))
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches that its stages hold at once under 1F1B, in the order that a micro-batch first visits them."""
+        depth = len(self.stages)
+        own = [self.stages[s].in_flight for s in self.visiting_order]
+        return tuple(depth - position if count is None else count for position, count in enumerate(own))
+
+    def holding(self, counts: Sequence[int] | None) -> Pipeline:
+        """The pipeline whose stages, in their order, hold at most so many micro-batches; None: what the schedule says."""
+        own = [None] * len(self.stages) if counts is None else counts
+        return replace(self, stages=tuple([replace(stage, in_flight=n) for stage, n in zip(self.stages, own, strict=True)]))
 
     @property
     def sequences(self) -> int:
@@ -138,6 +153,10 @@ class Plan:
         """The text of its file: every field but those at their defaults, one stage a line."""
         return _written(self)
 
+    def under(self, schedule: str) -> Plan:
+        """The plan under a schedule, by which its stages hold as many micro-batches as that says."""
+        return replace(self, schedule=schedule, pipelines=tuple([pipeline.holding(None) for pipeline in self.pipelines]))
+
     def replicas(self) -> Iterator[tuple[int, int, int, Replica]]:
         """Every replica with the indices of its pipeline, its stage there, and itself there."""
         for p, pipeline in enumerate(self.pipelines):
@@ -178,6 +197,7 @@ def _check(plan: Plan) -> None:
             if getattr(pipeline, name) < 1:
                 raise InputError(f"pipelines[{p}]: {name} is at least 1, but got {getattr(pipeline, name)}")
         _check_layers(pipeline, layers, p)
+        _check_in_flight(plan.schedule, pipeline, p)
         for s, stage in enumerate(pipeline.stages):
             where = f"pipelines[{p}].stages[{s}]"
             shares = sum(replica.sequences for replica in stage.replicas)
@@ -233,6 +253,23 @@ def _check_layers(pipeline: Pipeline, layers: int, p: int) -> None:
     for end in (0, layers):
         if sum(r == (end, end) for r, _ in held) > 1:
             raise InputError(f"{here}, but more than one stage has the empty range [{end}, {end}]")
+
+
+def _check_in_flight(schedule: str, pipeline: Pipeline, p: int) -> None:
+    """Raises InputError unless the stages that say how many micro-batches they hold can begin: none waits for itself."""
+    if all(stage.in_flight is None for stage in pipeline.stages):
+        return
+    if schedule != "1f1b":
+        raise InputError(f"pipelines[{p}]: in_flight is for the schedule 1f1b, but the schedule is {schedule}")
+    order, counts = pipeline.visiting_order, pipeline.in_flight
+    if counts[-1] < 1:
+        raise InputError(f"pipelines[{p}].stages[{order[-1]}]: in_flight is at least 1, but got {counts[-1]}")
+    for (s, count), (after, more) in pairwise(zip(order, counts, strict=True)):
+        if count < more:
+            raise InputError(
+                f"pipelines[{p}].stages[{s}]: in_flight is at least that of the next stage, or that one waits for ever, "
+                f"but got {count}, and stages[{after}] has {more}"
+            )
 
 
 # --- Reading and writing ---------------------------------------------------------------------------------------------
@@ -314,7 +351,9 @@ def _read_stage(table: Table, micro_batch: int) -> Stage:
             replicas.append(Replica(_read_devices(entry), entry.integer("sequences", minimum=1)))
             entry.close()
     mode, count = table.get("recompute", recompute, "none, selective, full or {full: NUMBER OF LAYERS}", ("none", None))
-    stage = Stage(tuple(replicas), table.get("layers", layers, "[start, stop] or a list of such ranges"), mode, count)
+    ranges = table.get("layers", layers, "[start, stop] or a list of such ranges")
+    flying = table.integer("in_flight", minimum=1) if "in_flight" in table else None
+    stage = Stage(tuple(replicas), ranges, mode, count, flying)
     table.close()
     return stage
 
@@ -368,4 +407,6 @@ def _stage_table(stage: Stage) -> dict[str, Any]:
     ranges = [list(r) for r in stage.layers]
     table["layers"] = ranges[0] if len(ranges) == 1 else ranges
     table["recompute"] = stage.recompute if stage.recompute_layers is None else {"full": stage.recompute_layers}
+    if stage.in_flight is not None:
+        table["in_flight"] = stage.in_flight
     return table

@@ -220,6 +220,23 @@ SCHEDULES: Mapping[str, Schedule] = {
 """The schedules by their names in a plan."""
 
 
+def order_of(schedule: str, pipeline: Pipeline, position: int, micro_batches: int) -> Iterable[Step]:
+    """The work of the stage at a position of a pipeline, in order."""
+    stage = pipeline.stages[pipeline.visiting_order[position]]
+    if stage.in_flight is None:
+        return SCHEDULES[schedule].order(len(pipeline.stages), position, len(stage.layers), micro_batches)
+    forwards, backwards = ([Step(kind, m, 0) for m in range(micro_batches)] for kind in (Forward, Backward))
+    return _alternating(forwards, backwards, stage.in_flight - 1)
+
+
+def held_by(schedule: str, pipeline: Pipeline, position: int, chunks: tuple[int, ...] = (1,)) -> float:
+    """The most micro-batches that the stage at a position of a pipeline holds at once; `chunks` as `in_flight` takes them."""
+    own = pipeline.stages[pipeline.visiting_order[position]].in_flight
+    if own is None:
+        return in_flight(schedule, len(pipeline.stages), position, pipeline.micro_batches, chunks)
+    return min(own, pipeline.micro_batches)
+
+
 def check_ranges(schedule: str, pipeline: Pipeline, where: str) -> None:
     """Nothing. Raises InputError, in one line, where a pipeline's layer ranges are not laid as its schedule takes them."""
     known = SCHEDULES[schedule]

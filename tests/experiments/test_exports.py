@@ -34,6 +34,7 @@ def grid(
     micro_batches: int = 4,
     data_fastest: bool = True,
     recompute: Sequence[tuple[str, int | None]] = (("none", None),),
+    in_flight: int | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan of equal pipelines on nodes n0, n1, ... of 8 GPUs; in their order lie tensor ranks, then data, then stages."""
@@ -50,6 +51,8 @@ def grid(
         return Stage((Replica(devices(s, d), micro_batch),), tuple(cuts[s]), *recompute[s % len(recompute)])
 
     pipelines = tuple(Pipeline(micro_batch, micro_batches, tuple(stage(s, d) for s in range(pipeline))) for d in range(data))
+    if in_flight is not None:
+        pipelines = tuple(each.holding([in_flight] * pipeline) for each in pipelines)
     values: dict[str, Any] = {"cluster": "c", "model": model, "sequence_length": tokens, "pipelines": pipelines}
     return Plan(**{**values, "global_batch": data * micro_batch * micro_batches, **changes})
 
@@ -382,6 +385,10 @@ def test_what_a_system_cannot_say_is_refused(system: str, changes: dict[str, Any
     [
         ("megatron", {"schedule": "zb-1p"}, "the schedule zb-1p"),
         ("torchtitan", {"schedule": "eager-1f1b"}, "the schedule eager-1f1b"),
+        ("megatron", {"in_flight": 5}, "micro-batches in flight"),
+        ("torchtitan", {"in_flight": 5}, "micro-batches in flight"),
+        ("deepspeed", {"in_flight": 5}, "micro-batches in flight"),
+        ("hexiscale", {"model": "llama-2-7b", "in_flight": 5}, "micro-batches in flight"),
         ("torchtitan", {"gradient_precision": "bf16"}, "gradients in bf16"),
         ("torchtitan", {}, "without sequence parallelism"),
         ("deepspeed", {"schedule": "gpipe"}, "the schedule gpipe"),

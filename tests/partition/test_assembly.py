@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,13 +34,23 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(layouts(), min_size=1, max_size=4), st.sampled_from(["1f1b", "eager-1f1b", "gpipe"]), st.sampled_from([1, 2]))
+@given(
+    st.lists(layouts(), min_size=1, max_size=4),
+    st.sampled_from([*map(Settings, ("1f1b", "eager-1f1b", "gpipe")), Settings(ahead=1), Settings(ahead=2)]),
+    st.sampled_from([1, 2]),
+)
 def test_a_draft_is_the_same_whether_nodes_are_known_to_be_alike_or_not(
-    asked: list[tuple[tuple[tuple[str, ...], ...], ...]], schedule: str, micro_batch: int
+    asked: list[tuple[tuple[tuple[str, ...], ...], ...]], chosen: Settings, micro_batch: int
 ) -> None:
     work = job(SMALL, batch=32)
     known, single = Pricing(WORLD, work), Pricing(WORLD, work)
     single._sorts = replace(single._sorts, nodes=())  # every node is of its own sort
     one, other = Assembly(WORLD, work, known), Assembly(WORLD, work, single)
     for pipelines in asked:  # what was found for those before is used
-        assert one.draft(pipelines, micro_batch, Settings(schedule)) == other.draft(pipelines, micro_batch, Settings(schedule))
+        draft = one.draft(pipelines, micro_batch, chosen)
+        assert draft == other.draft(pipelines, micro_batch, chosen)
+        for pipeline in draft or ():
+            nodes = [part.devices[0].split("/")[0] for part in pipeline.stages]
+            for s, count in enumerate(pipeline.in_flight):
+                crossings = sum(a != b for a, b in pairwise(nodes[s:]))
+                assert count == len(nodes) - s + chosen.ahead * crossings

@@ -24,7 +24,7 @@ from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.reading import InputError
 from sim.spec.transformer import Moe, Transformer, transformer
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
-from tests.strategies import models, plans, worlds
+from tests.strategies import in_flight, models, plans, worlds
 from tests.worlds import LOSSLESS, ethernet_cluster, ideal_gpu
 
 PEERS = Path(__file__).parents[2] / "experiments" / "data" / "peer_plans"
@@ -193,13 +193,17 @@ def replicated(draw: DrawFn) -> tuple[Cluster, Plan]:
         return Stage((Replica((device,), share),), ((bounds[s], bounds[s + 1]),), mode)
 
     pipelines = tuple(Pipeline(share, count, tuple(stage(copy, s) for s in range(stages))) for copy in range(copies))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-2p")))
+    if schedule == "1f1b":
+        counts = draw(st.none() | in_flight(pipelines[0]))
+        pipelines = tuple(pipeline.holding(counts) for pipeline in pipelines)
     plan = Plan(
         "copies",
         model,
         draw(st.sampled_from((4096, 32768))),
         share * count * copies,
         pipelines,
-        schedule=draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-2p"))),
+        schedule=schedule,
         zero_stage=draw(st.integers(0, 3)),
         gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
         offload_optimizer=draw(st.booleans()),
@@ -228,7 +232,7 @@ def check(on: Cluster, plan: Plan) -> None:
     assert found.total == pytest.approx(1 - least.iteration_s / trace.iteration_s, rel=1e-9)
     assert found.compute + found.bubble + found.network + found.recompute == pytest.approx(found.total, abs=1e-9)
     assert found.recompute >= -least.recompute_s / trace.iteration_s - 1e-12
-    assert found.compute >= -1e-12
+    assert found.compute >= -1e-11  # a sum over thousands of spans is not exact to the last digits
 
 
 @settings(max_examples=30, deadline=None)

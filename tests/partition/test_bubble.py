@@ -21,6 +21,7 @@ from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.stack import Stack, stacks
 from sim.spec.transformer import Transformer
+from tests.strategies import in_flight
 from tests.worlds import LOSSLESS, ideal_gpu
 
 LAYERS = 8
@@ -163,6 +164,8 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
 
     count = draw(st.integers(1, 40))
     piped = Pipeline(share * replicas, count, tuple(stage(s, ranges) for s, ranges in enumerate(cut)))
+    if schedule == "1f1b":
+        piped = piped.holding(draw(st.none() | in_flight(piped)))
     context = draw(st.sampled_from((1, degree)))
     plan = Plan(
         "node",

@@ -227,13 +227,18 @@ def test_a_message_takes_what_it_does_between_others_like_them(data: strategies.
 @given(
     stages=strategies.lists(strategies.tuples(*[strategies.floats(0.01, 1.0)] * 3), min_size=2, max_size=FEW_STAGES + 6),
     schedule=strategies.sampled_from(["1f1b", "eager-1f1b"]),
+    data=strategies.data(),
 )
-def test_the_period_is_the_largest_mean_over_every_run_of_stages(stages: list[tuple[float, float, float]], schedule: str) -> None:
+def test_the_period_is_the_largest_mean_over_every_run_of_stages(
+    stages: list[tuple[float, float, float]], schedule: str, data: strategies.DataObject
+) -> None:
     forward, backward, waits = (list(each) for each in zip(*stages, strict=True))
     each = 2 if schedule == "eager-1f1b" else 1
+    more = strategies.lists(strategies.integers(-each, 3), min_size=len(stages) - 1, max_size=len(stages) - 1)
+    ahead = data.draw(strategies.just([]) | more)
     largest = max(
-        (sum(forward[i:j]) + sum(backward[i:j]) + 2 * sum(waits[i : j - 1])) / (each * (j - i - 1) + 1)
+        (sum(forward[i:j]) + sum(backward[i:j]) + 2 * sum(waits[i : j - 1])) / (each * (j - i - 1) + sum(ahead[i : j - 1]) + 1)
         for j in range(1, len(stages) + 1)
         for i in range(j)
     )
-    assert schedule_period_s(schedule, forward, backward, waits[:-1]) == pytest.approx(largest)
+    assert schedule_period_s(schedule, forward, backward, waits[:-1], ahead) == pytest.approx(largest)

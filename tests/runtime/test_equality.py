@@ -88,6 +88,11 @@ PLANS = {
     "three stages, gpipe": plan_of(
         LLAMA, pipeline(1, 4, ((0, 2), (0,)), ((2, 3), (1, 2)), ((3, 4), (3,), "full")), schedule="gpipe"
     ),
+    "micro-batches in flight as the stages say": plan_of(
+        LLAMA,
+        pipeline(1, 6, ((0, 2), (0,)), ((2, 3), (1, 2)), ((3, 4), (3,))).holding([6, 3, 3]),
+        pipeline(1, 2, ((0, 3), (4,)), ((3, 4), (5,))).holding([1, 1]),
+    ),
     "unlike cuts": plan_of(
         LLAMA, pipeline(1, 3, ((0, 1), (0,)), ((1, 4), (1,))), pipeline(2, 2, ((0, 3), (2,)), ((3, 4), (3, 4)))
     ),

@@ -116,6 +116,22 @@ def test_eager_1f1b_hides_messages_that_1f1b_waits_for(latency_s: float, every_d
         assert (long - short) / 24 == pytest.approx(max(2.0, (4.0 + 2 * latency_s) / under_way))
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 0.5, 1.0, 3.0])
+@given(under_way=st.integers(1, 6))
+def test_micro_batches_in_flight_share_the_way_there_and_back(latency_s: float, under_way: int) -> None:
+    cluster = ethernet_cluster([1, 1], 1e30, latency_s=latency_s)
+    names = {"n0/0": 1.0, "n1/0": 1.0}
+    times = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.prepared, "ComputeCost", GivenCost(names, names))
+        for count in (24, 48):
+            made = plan([looped("1f1b", 2, 1)], count)
+            made = replace(made, pipelines=(made.pipelines[0].holding([under_way, 1]),))
+            times.append(simulate(made, cluster).iteration_s)
+    # As above, with as many under way as the first stage holds: Little's law.
+    assert (times[1] - times[0]) / 24 == pytest.approx(max(2.0, (4.0 + 2 * latency_s) / under_way))
+
+
 @given(depth=st.integers(1, 5), chunks=st.integers(2, 3), groups=st.integers(1, 3), f=st.floats(0.1, 3), b=st.floats(0.1, 3))
 @settings(max_examples=30)
 def test_interleaved_has_a_bubble_of_p_minus_1_over_v_m(depth: int, chunks: int, groups: int, f: float, b: float) -> None:

@@ -28,7 +28,7 @@ from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer, transformer
 from tests.sim.cost.test_estimate import nearly, server_cluster, symmetric_plan
-from tests.strategies import worlds
+from tests.strategies import in_flight, worlds
 from tests.worlds import simulate_every_lane
 
 # --- Agreement -------------------------------------------------------------------------------------------------------
@@ -45,7 +45,8 @@ def test_where_nothing_is_contended_it_is_the_simulation(
 ) -> None:
     cluster, plan = world
     assume(all(len(stage.layers) == 1 for pipeline in plan.pipelines for stage in pipeline.stages))
-    plan = replace(plan, zero_stage=zero_stage, schedule=schedule, offload_optimizer=offload)
+    plan = plan if schedule == plan.schedule else plan.under(schedule)
+    plan = replace(plan, zero_stage=zero_stage, offload_optimizer=offload)
     found_s = Estimates(cluster, plan.job()).iteration_s(plan)
     assert (found_s == math.inf) == (infeasible(plan, cluster) is not None)
     if found_s == math.inf:
@@ -64,10 +65,17 @@ def test_where_nothing_is_contended_it_is_the_simulation(
     latency_s=st.sampled_from((0.0, 1e-4, 2e-3, 2e-2)),
     micro_batches=st.integers(1, 150),
     twins=st.lists(st.booleans(), min_size=5, max_size=5),
+    data=st.data(),
 )
 @settings(max_examples=60)
 def test_long_schedules_take_what_the_simulation_says(
-    schedule: str, layers: list[int], kinds: list[str], latency_s: float, micro_batches: int, twins: list[bool]
+    schedule: str,
+    layers: list[int],
+    kinds: list[str],
+    latency_s: float,
+    micro_batches: int,
+    twins: list[bool],
+    data: st.DataObject,
 ) -> None:
     # Their steps repeat at some time, soon or late, or two by two. Messages are so fast that it does not matter which meet.
     nodes = tuple(Node(f"n{i}", gpu_kind(kind), 2, Intra("nvlink", 24e9), Nic("ethernet", 1e15)) for i, kind in enumerate(kinds))
@@ -78,8 +86,10 @@ def test_long_schedules_take_what_the_simulation_says(
         replicas = [Replica((f"n{s}/{k}",), 1) for k in range(2)] if twins[s] else [Replica((f"n{s}/0",), 2)]
         made.append(Stage(tuple(replicas), (cut,)))
     model = Transformer("small", layers=cuts[-1], hidden=256, ffn=1024, heads=8, vocab=96)
-    pipelines = (Pipeline(2, micro_batches, tuple(made)),)
-    chosen = Plan(cluster.name, model, 128, 2 * micro_batches, pipelines, "fp16", schedule, zero_stage=1)
+    pipeline = Pipeline(2, micro_batches, tuple(made))
+    if schedule == "1f1b":
+        pipeline = data.draw(st.just(pipeline) | in_flight(pipeline).map(pipeline.holding))
+    chosen = Plan(cluster.name, model, 128, 2 * micro_batches, (pipeline,), "fp16", schedule, zero_stage=1)
     assert Estimates(cluster, chosen.job()).iteration_s(chosen) == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-6)
 
 
@@ -318,14 +328,17 @@ def two_nodes(gpus: int, rate: float) -> Cluster:
     micro_batches=st.integers(1, 9),
     rate=st.sampled_from((1e9, 4e9, 12e9)),  # all of which are seen on links inside the nodes (LEAST_SHARE)
     schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
+    data=st.data(),
 )
 def test_messages_that_meet_take_what_the_simulation_says_where_they_are_followed(
-    cuts: list[int], places: list[str], micro_batches: int, rate: float, schedule: str
+    cuts: list[int], places: list[str], micro_batches: int, rate: float, schedule: str, data: st.DataObject
 ) -> None:
     # One pipeline to and fro between two nodes: nothing but its messages goes over their cards.
     cluster, bounds = two_nodes(4, rate), [0, *sorted(cuts), 24]
     stages = tuple(Stage((Replica((places[k],), 1),), ((a, b),)) for k, (a, b) in enumerate(pairwise(bounds)))
     pipeline = Pipeline(1, micro_batches, stages)
+    if schedule == "1f1b":
+        pipeline = data.draw(st.just(pipeline) | in_flight(pipeline).map(pipeline.holding))
     chosen = Plan(
         cluster.name, replace(transformer("gpt3-125m"), layers=24, tied_embeddings=False), 512, micro_batches, (pipeline,)
     )

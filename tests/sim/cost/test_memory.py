@@ -230,6 +230,8 @@ def test_each_micro_batch_in_flight_keeps_its_activations() -> None:
     plan = uniform(TINY, depth=4, micro_batches=8)
     activations = [memory_parts(plan, 0, s).activations for s in range(4)]
     assert [each / activations[-1] for each in activations] == [4, 3, 2, 1]
+    own = replace(plan, pipelines=(plan.pipelines[0].holding([20, 5, 3, 3]),))
+    assert [memory_parts(own, 0, s).activations / activations[-1] for s in range(4)] == [8, 5, 3, 3]
     gpipe = replace(plan, schedule="gpipe")
     assert [memory_parts(gpipe, 0, s).activations / activations[-1] for s in range(4)] == [8, 8, 8, 8]
     assert memory_parts(gpipe, 0, 3).logits > memory_parts(plan, 0, 3).logits > memory_parts(plan, 0, 2).logits == 0
@@ -371,7 +373,7 @@ def test_more_recomputation_never_needs_more(plan: Plan) -> None:
 
 @given(plans)
 def test_1f1b_never_needs_more_than_gpipe(plan: Plan) -> None:
-    never_more(replace(plan, schedule="1f1b"), replace(plan, schedule="gpipe"))
+    never_more(plan.under("1f1b"), plan.under("gpipe"))
 
 
 @given(plans)

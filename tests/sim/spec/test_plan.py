@@ -449,6 +449,35 @@ def test_a_plan_is_checked_when_it_is_made(change: dict[str, Any], error: str) -
     assert str(caught.value) == error
 
 
+def test_stages_say_how_many_micro_batches_they_hold() -> None:
+    stages = [stage_of("a/0", 0, 4) | {"in_flight": 5}, stage_of("a/1", 4, 8)]
+    plan = parse_plan(json.dumps(plan_of(pipeline_of(*stages))))
+    assert [stage.in_flight for stage in plan.pipelines[0].stages] == [5, None]
+    assert plan.pipelines[0].in_flight == (5, 1)
+    assert parse_plan(plan.to_json()) == plan and plan.to_json().count("in_flight") == 1
+    assert plan.under("gpipe").pipelines[0].in_flight == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "change", "error"),
+    [
+        ((0, 1), {}, "pipelines[0].stages[0].in_flight: expected a whole number of at least 1, but got 0"),
+        (("two", 1), {}, "pipelines[0].stages[0].in_flight: expected a whole number of at least 1, but got 'two'"),
+        (
+            (2, 3),
+            {},
+            "pipelines[0].stages[0]: in_flight is at least that of the next stage, or that one waits for ever, but got 2, and "
+            "stages[1] has 3",
+        ),
+        ((2, 1), {"schedule": "gpipe"}, "pipelines[0]: in_flight is for the schedule 1f1b, but the schedule is gpipe"),
+    ],
+)
+def test_counts_that_cannot_be_held_are_refused(counts: tuple[object, object], change: dict[str, Any], error: str) -> None:
+    cuts = ((0, 4), (4, 8))
+    stages = [stage_of(f"a/{s}", *cut) | {"in_flight": n} for s, (cut, n) in enumerate(zip(cuts, counts, strict=True))]
+    assert refused(plan_of(pipeline_of(*stages)) | change) == error
+
+
 def test_a_pipeline_and_a_stage_are_checked_when_a_plan_is_made_of_them() -> None:
     plan = parse_plan(json.dumps(plan_of(pipeline_of(stage_of("a/0", 0, 8)))))
     stage = plan.pipelines[0].stages[0]

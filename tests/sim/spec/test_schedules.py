@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from sim.spec import plan
 from sim.spec.compile import compile_plan
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import (
+    Backward,
     BackwardInput,
     BackwardWeight,
     Compute,
@@ -82,6 +83,37 @@ def test_eager_1f1b_warms_up_twice_as_long() -> None:
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
     ]
+
+
+def test_a_stage_that_says_how_many_micro_batches_it_holds_warms_up_with_all_but_one_of_them() -> None:
+    plan = plan_of("1f1b", ranges_of("1f1b", 3, 1), 5)
+    own = replace(plan, pipelines=(plan.pipelines[0].holding([4, 2, 2]),))
+    assert rows(compile_plan(own)) == [
+        "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+    ]
+    same = replace(plan, pipelines=(plan.pipelines[0].holding([3, 2, 1]),))
+    assert program_text(compile_plan(same)) == program_text(compile_plan(plan))
+    eager, all_of_them = (plan.pipelines[0].holding(counts) for counts in ([5, 3, 1], [9, 5, 5]))
+    for schedule, pipeline in (("eager-1f1b", eager), ("gpipe", all_of_them)):
+        drawn = program_text(compile_plan(replace(plan, pipelines=(pipeline,))))
+        assert drawn == program_text(compile_plan(plan.under(schedule)))
+
+
+@given(micro_batches=st.integers(1, 9), more=st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_stages_that_hold_no_fewer_than_the_next_never_wait_for_ever(micro_batches: int, more: list[int]) -> None:
+    counts = list(accumulate(more, initial=1))[:0:-1]
+    plan = plan_of("1f1b", ranges_of("1f1b", len(counts), 1), micro_batches)
+    own = replace(plan, pipelines=(plan.pipelines[0].holding(counts),))
+    program = compile_plan(own)
+    dry_run(program)
+    for lane, count in zip(program.lanes, counts, strict=True):
+        held = most = 0
+        for instruction in lane.instructions:
+            held += isinstance(instruction, Forward) - isinstance(instruction, Backward)
+            most = max(most, held)
+        assert most == min(count, micro_batches)
 
 
 def test_interleaved_does_groups_of_as_many_micro_batches_as_stages_chunk_by_chunk() -> None:
