@@ -22,7 +22,7 @@ from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
 from sim.spec.compile import lane_name
 from sim.spec.judge import Infeasible
-from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.schedules import SCHEDULES
 from sim.spec.trace import Trace
@@ -336,8 +336,8 @@ def _other_schedules(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 
 
 def _more_in_flight(plan: Plan, cluster: Cluster) -> Iterator[Change]:
-    """The plan whose stages hold one micro-batch more for each message between nodes that is still to come, under 1F1B."""
-    if plan.schedule != "1f1b":
+    """The plan whose stages hold one micro-batch more for each message between nodes that is still to come."""
+    if plan.schedule not in COUNTED_SCHEDULES:
         return
     pipelines = []
     for pipeline in plan.pipelines:

@@ -255,7 +255,7 @@ class _Row:
             return "1f1b", (1,)
         if "zb-v" in text:
             return "zb-v", (2,)
-        if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "eager-1f1b"):
+        if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "split-1f1b", "eager-1f1b"):
             return name, (1,)
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)

@@ -187,11 +187,14 @@ class Assembly:
                 continue
             tried.append(counts)
             full = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
-            forward, backward = [], []
+            forward, backward, weight = [], [], []
             for s, (piece, count, again) in enumerate(zip(pieces, counts, full, strict=True)):
                 forward.append(piece.forward_s(count, s == 0, s == depth - 1))
                 backward.append(piece.backward_s(count, again, s == 0, s == depth - 1))
-            course = Course(settings.schedule, number, tuple(forward), tuple(backward), messages, size, ahead)
+                if settings.schedule == "split-1f1b":
+                    weight.append(piece.weight_s(count, s == depth - 1))
+            passes = tuple(forward), tuple(backward)
+            course = Course(settings.schedule, number, *passes, messages, size, ahead, tuple(weight))
             fill_s, period_s = course.ends(twins)
             seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:

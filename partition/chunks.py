@@ -24,7 +24,7 @@ def chunked(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Settings]
     ZB-V, whose stages hold two ranges in a V, comes first, with the draft's layers and with some for the head moved, then
     interleaved 1F1B with ever more ranges. Neither comes under ZeRO 2 and 3, which gather and scatter once more for every range.
     """
-    draft, settings = rescheduled(draft, settings, "1f1b")
+    draft, settings = rescheduled(draft, settings, "1f1b")  # whose stages say nothing of what they hold
     depth = max(len(pipeline.stages) for pipeline in draft)
     if depth == 1 or settings.zero_stage >= 2:
         return

@@ -29,7 +29,7 @@ Score: TypeAlias = "Callable[[Deal, float], float]"
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried; others by doubling, see `micro_batches`."""
 
-SCHEDULES = (("1f1b", 0), ("1f1b", 1), ("1f1b", 2), ("eager-1f1b", 0))
+SCHEDULES = (("1f1b", 0), ("split-1f1b", 0), ("split-1f1b", 1), ("split-1f1b", 2), ("eager-1f1b", 0))
 """Schedules that are tried with all else, and how many micro-batches more are held for messages between nodes (`Settings`): those
 that need least memory first."""
 

@@ -9,7 +9,8 @@ A pipeline of stages j takes, with forward F_j, backward B_j, and c_j for a mess
     sum of all F_j + B_j + 2 c_j, once, to fill and drain it, and then for each further micro-batch one period:
     1F1B     the largest mean, over every run of consecutive stages, of F_j + B_j and of 2 c_j inside the run:
              a stage of 1F1B waits for its neighbour's answer, so that messages count although they do not block;
-             where it holds more micro-batches it waits for the answer to an earlier one, and the sum is shared by as many more
+             where it holds more micro-batches it waits for the answer to an earlier one, and the sum is shared by as many more;
+             where backwards come in halves, the weight half counts in the first stage of the run alone
     GPipe    max(F_j, c_j) + max(B_j, c_j), over all stages
 
 A link that all messages together keep busy longer than this sets the period instead. Gradients of the layers held by several
@@ -44,7 +45,7 @@ from sim.spec.counts import (
 )
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage
-from sim.spec.program import Backward, Forward, Lane
+from sim.spec.program import Backward, BackwardWeight, Forward, Lane
 
 Devices: TypeAlias = tuple[str, ...]
 Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
@@ -77,6 +78,9 @@ class StageSeconds:
     embedding_backward_s: float
     head_forward_s: float
     head_backward_s: float
+    layer_weight_s: float
+    """Of the backward of each layer, the weight half."""
+    head_weight_s: float
     micro_batch_s: float
     """What each pass takes besides its layers."""
 
@@ -90,6 +94,10 @@ class StageSeconds:
         ends_s = first * self.embedding_backward_s + last * self.head_backward_s
         again_s = recomputed * self.recompute_s + selective * self.selective_s
         return self.micro_batch_s + layers * self.layer_backward_s + again_s + ends_s
+
+    def weight_s(self, layers: int, last: bool) -> float:
+        """Of a backward in halves, the weight half."""
+        return layers * self.layer_weight_s + last * self.head_weight_s
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,8 @@ class Course:
     activation_bytes: int
     ahead: tuple[int, ...] = ()
     """How many micro-batches more than the schedule says a stage holds for the next message than the stage after it does."""
+    weight_s: tuple[float, ...] = ()
+    """Of the backwards of the stages, the weight halves; none where a gradient waits for them, too."""
 
     def ends(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> tuple[float, float]:
         """Seconds that it takes once, and for each micro-batch.
@@ -134,8 +144,9 @@ class Course:
             (there.seconds(size, twins, busy, per_s) + back.seconds(size, twins, busy, per_s)) / 2
             for there, back in self.messages
         ]
-        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits, self.ahead)
-        return sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - period_s, period_s
+        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits, self.ahead, self.weight_s)
+        way_s = sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - sum(self.weight_s[1:])
+        return way_s - period_s, period_s
 
     def end_s(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> float:
         """When its last backward ends. See `ends`."""
@@ -184,7 +195,7 @@ class Pricing:
         found = self._stages.get(key)
         if found is None:
             computed, collectives = self._computed(devices, micro_batch, settings)
-            forward, backward, selective, recompute, with_embedding, embedding_back, with_head, head_back = (
+            forward, backward, selective, recompute, with_embedding, embedding_back, with_head, head_back, weight, weight_head = (
                 seconds + sum(self._collective_s(c, devices) for c in inside)
                 for seconds, inside in zip(computed, collectives, strict=True)
             )
@@ -197,6 +208,8 @@ class Pricing:
                 embedding_backward_s=embedding_back - backward,
                 head_forward_s=with_head - forward,
                 head_backward_s=head_back - backward,
+                layer_weight_s=weight,
+                head_weight_s=weight_head - weight,
                 micro_batch_s=self.cluster.stack.micro_batch_s,
             )
             found = self._stages[key] = self._alike.setdefault(made, made)
@@ -233,7 +246,7 @@ class Pricing:
                 Lane(name, 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, embedding, head)
                 for name, embedding, head in (("middle", False, False), ("first", True, False), ("last", False, True))
             )
-            forward, backward = Forward(0, (0, 1)), Backward(0, (0, 1))
+            forward, backward, weight = Forward(0, (0, 1)), Backward(0, (0, 1)), BackwardWeight(0, (0, 1))
             asked = (
                 (plain, middle, forward),
                 (plain, middle, backward),
@@ -243,6 +256,8 @@ class Pricing:
                 (plain, first, backward),
                 (plain, last, forward),
                 (plain, last, backward),
+                (plain, middle, weight),
+                (plain, last, weight),
             )
             found = self._computation[key] = (
                 tuple(cost.seconds(lane, i) for cost, lane, i in asked),
@@ -339,19 +354,22 @@ class Pricing:
 
     def _course(self, pipeline: Pipeline, settings: Settings) -> Course:
         """See `course`."""
-        forward, backward = [], []
+        forward, backward, weight = [], [], []
         deepest = len(pipeline.stages) - 1
         for s, part in enumerate(pipeline.stages):
             seconds = self.stage(part.replicas[0].devices, pipeline.micro_batch, settings)
             counts = part.recomputed()
             forward.append(seconds.forward_s(part.layer_count, s == 0, s == deepest))
             backward.append(seconds.backward_s(part.layer_count, counts["full"], s == 0, s == deepest, counts["selective"]))
+            if settings.schedule == "split-1f1b":
+                weight.append(seconds.weight_s(part.layer_count, s == deepest))
         lanes = [part.replicas[0].devices for part in pipeline.stages]
         messages = tuple((self.message(a, b, settings), self.message(b, a, settings)) for a, b in pairwise(lanes))
         size = self.activation_bytes(pipeline.micro_batch)
         said = any(part.in_flight is not None for part in pipeline.stages)
         ahead = ahead_of(pipeline.in_flight) if said else ()
-        return Course(settings.schedule, pipeline.micro_batches, tuple(forward), tuple(backward), messages, size, ahead)
+        passes = tuple(forward), tuple(backward)
+        return Course(settings.schedule, pipeline.micro_batches, *passes, messages, size, ahead, tuple(weight))
 
     def activation_bytes(self, micro_batch: int) -> int:
         """Bytes of one micro-batch's activation between two stages."""
@@ -564,11 +582,17 @@ def ahead_of(in_flight: Sequence[int]) -> tuple[int, ...]:
 
 
 def schedule_period_s(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], waits: Sequence[float], ahead: Sequence[int] = ()
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    waits: Sequence[float],
+    ahead: Sequence[int] = (),
+    weight: Sequence[float] = (),
 ) -> float:
     """Seconds between two micro-batches of a pipeline in its steady state; waits[j] is a message between stages j and j + 1.
 
-    For that message stage j holds `ahead[j]` micro-batches more than the schedule says; none at all where it is empty.
+    For that message stage j holds `ahead[j]` micro-batches more than the schedule says. Of its backward `weight[j]` is the weight
+    half, for which no gradient waits. Where these are empty, there are none.
     """
     if schedule == "gpipe":
         there = max(max(forward), max(waits, default=0.0))
@@ -579,11 +603,12 @@ def schedule_period_s(
     # up to j less that before i.
     each = 2 if schedule in ("eager-1f1b", "zb-2p") else 1
     further = [each + more for more in ahead] or [each] * (len(forward) - 1)
+    weight = weight or [0.0] * len(forward)
     if len(forward) <= FEW_STAGES:
         begins, ends, total_s = [], [], 0.0
-        for there_s, back_s, wait_s in zip(forward, backward, (0.0, *waits), strict=True):
-            begins.append(total_s + 2 * wait_s)
-            total_s = begins[-1] + there_s + back_s
+        for there_s, back_s, wait_s, weight_s in zip(forward, backward, (0.0, *waits), weight, strict=True):
+            begins.append(total_s + 2 * wait_s - weight_s)
+            total_s += 2 * wait_s + there_s + back_s - weight_s
             ends.append(total_s)
         period_s = 0.0
         for i, begin_s in enumerate(begins):
@@ -595,8 +620,8 @@ def schedule_period_s(
                 count += more
         return period_s
     waiting = 2 * np.array([0.0, *waits])
-    ended = np.cumsum(np.add(forward, backward) + waiting)
-    begun = np.concatenate([[0.0], ended[:-1]]) + waiting
+    ended = np.cumsum(np.add(forward, backward) + waiting - np.array(weight))
+    begun = np.concatenate([[0.0], ended[:-1]]) + waiting - np.array(weight)
     held = np.concatenate([[0], np.cumsum(further)])
     counts = held - held[:, None] + 1
     counts[np.tril_indices(len(held), -1)] = 0

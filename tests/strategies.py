@@ -10,7 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
 from sim.spec.gpu import gpu_kind
-from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import Transformer
 
 DEGREES = (1, 2, 4)
@@ -84,7 +84,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
             depths.append(depth)
     spare = len(left) - sum(depths)
     folds = all(_has_room(model.layers, depth, 2) for depth in depths)
-    once = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p")
+    once = ("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p")
     schedule = draw(st.sampled_from((*once, *(("zb-v",) if folds else ()))))
     cuts: list[list[tuple[LayerRange, ...]]] = []
     counts: list[int] = []
@@ -114,7 +114,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
             full = draw(st.none() | st.integers(0, held)) if mode == "full" else None
             stages.append(Stage(tuple(map(Replica, replicas, shares)), layers, mode, full))
         pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
-    if schedule == "1f1b" and zero_stage < 2 and draw(st.booleans()):
+    if schedule in COUNTED_SCHEDULES and zero_stage < 2 and draw(st.booleans()):
         pipelines = [pipeline.holding(draw(in_flight(pipeline))) for pipeline in pipelines]
     return Plan(
         cluster=cluster.name,

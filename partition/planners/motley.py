@@ -85,7 +85,7 @@ from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
 from sim.spec.judge import Cost, Forecast, Verdict
-from sim.spec.plan import Pipeline, Plan, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Stage
 from sim.spec.schedules import held_by
 
 STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 256_000, 200
@@ -153,8 +153,8 @@ LANE_WORK = 40
 
 START_SETTINGS = (
     *(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES)),
-    Settings(offload_optimizer=True),
-    Settings(sequence_parallel=True, offload_optimizer=True),
+    Settings("split-1f1b", offload_optimizer=True),
+    Settings("split-1f1b", sequence_parallel=True, offload_optimizer=True),
 )
 """Those of starts of deals, in this order: the later ones need less memory."""
 
@@ -184,7 +184,7 @@ ranges of layers a stage."""
 MOST_SIZES = 16
 """All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
 
-FINAL_SCHEDULES = (*SCHEDULES, ("zb-1p", 0), ("zb-2p", 0), ("gpipe", 0))
+FINAL_SCHEDULES = (*SCHEDULES, ("1f1b", 1), ("zb-1p", 0), ("zb-2p", 0), ("gpipe", 0))
 
 
 Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]], bool]
@@ -1398,7 +1398,7 @@ class _Hunt:
                         own = draft[p].stages
                         made[p] = replace(draft[p], stages=(*own[:n], _like(own[n], changed), *own[n + 1 :]))
                     yield tuple(made)
-            if settings.schedule == "1f1b":
+            if settings.schedule in COUNTED_SCHEDULES:
                 for counts in _held_otherwise(draft[members[0]].in_flight):
                     made = list(draft)
                     for p in members:

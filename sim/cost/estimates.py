@@ -64,7 +64,7 @@ RING_BYTES = 2.0**20
 ASKED_AT_ONCE = 4096
 """Paths that the compiled arithmetic can miss before it is told."""
 
-EAGERNESS = {"gpipe": 0, "1f1b": 0, "eager-1f1b": 0, "zb-1p": 1, "zb-2p": 2}
+EAGERNESS = {"gpipe": 0, "1f1b": 0, "split-1f1b": 0, "eager-1f1b": 0, "zb-1p": 1, "zb-2p": 2}
 """The schedules that are followed; of those that divide backwards, the forwards of their warm-up for each stage that follows."""
 
 UNKNOWN = -2
@@ -96,9 +96,9 @@ class Estimates:
     Where nothing is contended they are those of `Estimate`, and so of the simulation, to 1e-9. Where messages meet they are
     slowed by what some stretches of time show them to lose, and where exchanges of gradients or parameters meet their rates are
     followed; what messages, exchanges and the collectives inside stages take from one another is left out. Memory is that of
-    `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, eager 1F1B, GPipe, ZB-1p or ZB-2p; ZeRO 1, or no
-    gradients to exchange; neither context nor expert parallelism; no messages that keep a stage) are handed to
-    `Estimate`.
+    `sim.cost.memory`. Plans outside the wide class that is followed here (1F1B, split and eager 1F1B, GPipe, ZB-1p or ZB-2p; ZeRO
+    1, or no gradients to exchange; neither context nor expert parallelism; no messages that keep a stage; no tensor-parallel
+    replicas of a stage on one node) are handed to `Estimate`.
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
@@ -545,6 +545,12 @@ _Key: TypeAlias = tuple[int, int, int, int, str, int | None]
 """The same with the recomputation as a stage says it: alike, share, ends, layers, mode, layers in that mode."""
 
 
+def _has_neighbours(stage: Stage) -> bool:
+    """Whether tensor-parallel replicas of a stage are on one node, where their collectives, which are in step, meet."""
+    nodes = [{name.rpartition("/")[0] for name in replica.devices} for replica in stage.replicas if len(replica.devices) > 1]
+    return len(nodes) > 1 and len(set().union(*nodes)) < sum(map(len, nodes))
+
+
 class _Settings:
     """Plans that agree in all but their pipelines, and what is known of their stages."""
 
@@ -714,7 +720,7 @@ class _Settings:
     def _uneven_numbers(self, plan: Plan) -> _Numbers | None:
         """As `numbers`, for stages of several replicas, and in any order."""
         model = self._model
-        if any(len(stage.layers) > 1 for pipeline in plan.pipelines for stage in pipeline.stages):
+        if any(len(stage.layers) > 1 or _has_neighbours(stage) for pipeline in plan.pipelines for stage in pipeline.stages):
             return None
         held = count_holders(plan)
         heads, embeddings = held.head_shards, held.embedding_shards

@@ -660,12 +660,12 @@ def _course(
         place = lanes[begin + here, PLACE]
         warm_up[here] = lanes[begin + here, FLYING] - 1
         weight_s[here] = look[lanes[begin + here, LOOK], WEIGHT_S]
-        if halves:
+        if eagerness:
             warm_up[here] = min(eagerness * (depth - 1 - place), micro_batches)
             put_off[here] = eagerness * place
         longest = max(longest, warm_up[here])
     # From then on all lanes do the same in each step, as long as there are forwards.
-    steady = longest + 1 + (eagerness * depth if halves else 0)
+    steady = longest + 1 + eagerness * depth
     step = 0
     while step <= micro_batches + longest:
         if step >= steady and (step - steady) % PERIOD == 0 and step + PERIOD < micro_batches:
@@ -995,7 +995,7 @@ def _courses(
             looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
             forward_s, backward_s = forwards_s[lane], backwards_s[lane]
             warm_up, weight_s, put_off = lanes[lane, FLYING] - 1, look[looks, WEIGHT_S], 0
-            if halves:
+            if eagerness:
                 warm_up, put_off = eagerness * (depth[lane] - 1 - lanes[lane, PLACE]), eagerness * lanes[lane, PLACE]
             while behind < micro_batches:
                 forward = ahead < micro_batches and ahead - behind <= warm_up

@@ -17,7 +17,9 @@ from sim.spec.reading import InputError, Table, parse_json, read_text
 from sim.spec.transformer import Transformer, read_transformer, to_table, transformer
 
 FORMAT = "motley-plan/1"
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+COUNTED_SCHEDULES = ("1f1b", "split-1f1b")
+"""Those under which stages may say how many micro-batches they hold."""
 ZERO_STAGES = (0, 1, 2, 3)
 
 LayerRange = tuple[int, int]
@@ -48,7 +50,7 @@ class Stage:
     recompute: str = "none"
     recompute_layers: int | None = None
     in_flight: int | None = None
-    """The most micro-batches that it holds at once under 1F1B; None for one, and one more for each stage that follows."""
+    """The most micro-batches that it holds at once, under 1F1B; None for one, and one more for each stage that follows."""
 
     @property
     def layer_count(self) -> int:
@@ -259,8 +261,9 @@ def _check_in_flight(schedule: str, pipeline: Pipeline, p: int) -> None:
     """Raises InputError unless the stages that say how many micro-batches they hold can begin: none waits for itself."""
     if all(stage.in_flight is None for stage in pipeline.stages):
         return
-    if schedule != "1f1b":
-        raise InputError(f"pipelines[{p}]: in_flight is for the schedule 1f1b, but the schedule is {schedule}")
+    if schedule not in COUNTED_SCHEDULES:
+        accepted = " and ".join(COUNTED_SCHEDULES)
+        raise InputError(f"pipelines[{p}]: in_flight is for the schedules {accepted}, but the schedule is {schedule}")
     order, counts = pipeline.visiting_order, pipeline.in_flight
     if counts[-1] < 1:
         raise InputError(f"pipelines[{p}].stages[{order[-1]}]: in_flight is at least 1, but got {counts[-1]}")

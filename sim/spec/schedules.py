@@ -42,10 +42,28 @@ def _gpipe(depth: int, position: int, chunks: int, micro_batches: int) -> Iterat
         yield from (Step(kind, m, 0) for m in range(micro_batches))
 
 
-def _one_forward_one_backward(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
+def _one_forward_one_backward(depth: int, position: int, chunks: int, micro_batches: int) -> Iterable[Step]:
     """Warm-up forwards, then one forward and one backward in turn, then the rest (PipeDream-flush, Narayanan et al., 2021)."""
+    return _holding(depth - position, micro_batches)
+
+
+def _split(depth: int, position: int, chunks: int, micro_batches: int) -> Iterable[Step]:
+    """1F1B whose backwards come in halves: the gradient goes on before the weight half, for which nobody waits.
+
+    It holds no more than 1F1B, and a micro-batch is there and back sooner by all weight halves but one.
+    """
+    return _zero_bubble(depth - position, depth - position, micro_batches)
+
+
+def _holding(count: int, micro_batches: int) -> Iterable[Step]:
+    """1F1B of a stage that holds so many micro-batches at most."""
     forwards, backwards = ([Step(kind, m, 0) for m in range(micro_batches)] for kind in (Forward, Backward))
-    return _alternating(forwards, backwards, depth - position - 1)
+    return _alternating(forwards, backwards, count - 1)
+
+
+def _holding_split(count: int, micro_batches: int) -> Iterable[Step]:
+    """The same of a stage whose backwards come in halves."""
+    return _zero_bubble(count, count, micro_batches)
 
 
 def _eager(depth: int, position: int, chunks: int, micro_batches: int) -> Iterator[Step]:
@@ -202,11 +220,23 @@ class Schedule:
     splits_backward: bool = False
     held: Callable[[int, int, int], int] | None = None
     """Of a stage of one range, given depth, position and micro-batches, so that planners need not count an order."""
+    holding: Callable[[int, int], Iterable[Step]] | None = None
+    """The order of a stage that says how many micro-batches it holds, given that and how many there are."""
 
 
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(_gpipe, held=lambda depth, position, micro_batches: micro_batches),
-    "1f1b": Schedule(_one_forward_one_backward, held=lambda depth, position, micro_batches: min(depth - position, micro_batches)),
+    "1f1b": Schedule(
+        _one_forward_one_backward,
+        held=lambda depth, position, micro_batches: min(depth - position, micro_batches),
+        holding=_holding,
+    ),
+    "split-1f1b": Schedule(
+        _split,
+        splits_backward=True,
+        held=lambda depth, position, micro_batches: min(depth - position, micro_batches),
+        holding=_holding_split,
+    ),
     "eager-1f1b": Schedule(_eager, held=lambda depth, position, micro_batches: min(2 * (depth - position) - 1, micro_batches)),
     "interleaved": Schedule(_interleaved, ranges=None),
     "zb-1p": Schedule(
@@ -222,11 +252,10 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 def order_of(schedule: str, pipeline: Pipeline, position: int, micro_batches: int) -> Iterable[Step]:
     """The work of the stage at a position of a pipeline, in order."""
-    stage = pipeline.stages[pipeline.visiting_order[position]]
-    if stage.in_flight is None:
-        return SCHEDULES[schedule].order(len(pipeline.stages), position, len(stage.layers), micro_batches)
-    forwards, backwards = ([Step(kind, m, 0) for m in range(micro_batches)] for kind in (Forward, Backward))
-    return _alternating(forwards, backwards, stage.in_flight - 1)
+    stage, known = pipeline.stages[pipeline.visiting_order[position]], SCHEDULES[schedule]
+    if stage.in_flight is None or known.holding is None:
+        return known.order(len(pipeline.stages), position, len(stage.layers), micro_batches)
+    return known.holding(stage.in_flight, micro_batches)
 
 
 def held_by(schedule: str, pipeline: Pipeline, position: int, chunks: tuple[int, ...] = (1,)) -> float:

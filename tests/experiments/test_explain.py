@@ -139,7 +139,7 @@ def test_the_other_schedules_are_tried_and_not_its_own() -> None:
     cluster = ethernet_cluster([1, 1], 1e9)
     told = explain(two_stages(), cluster)
     tried = {effect.name.split()[1]: effect.iteration_s for effect in told.effects if effect.group == "schedule"}
-    assert set(tried) == {"gpipe", "eager-1f1b", "zb-1p", "zb-2p", "micro-batch"}
+    assert set(tried) == {"gpipe", "split-1f1b", "eager-1f1b", "zb-1p", "zb-2p", "micro-batch"}
     ahead = replace(two_stages(), pipelines=(two_stages().pipelines[0].holding([3, 1]),))
     assert tried["micro-batch"] == simulate(ahead, cluster).iteration_s  # one more in flight for each message between nodes
     assert tried["gpipe"] == simulate(two_stages(schedule="gpipe"), cluster).iteration_s

@@ -214,7 +214,7 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"num_layers": 9}, "num_layers 9 over pp 4: does not divide, and how it was cut is not published"),
         ({"vpp": 3}, "num_layers 8 over pp 4 x vpp 3: does not divide, and how it was cut is not published"),
         ({"schedule": "DualPipe"},
-         "schedule 'DualPipe'; accepted: gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
+         "schedule 'DualPipe'; accepted: gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
          "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
         ({"schedule": "interleaved 1F1B"}, "vpp"),
         ({"precision": "int4"}, "precision 'int4'; accepted: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4"),

@@ -36,7 +36,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[tuple[str, ...], ...], ...]:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(layouts(), min_size=1, max_size=4),
-    st.sampled_from([*map(Settings, ("1f1b", "eager-1f1b", "gpipe")), Settings(ahead=1), Settings(ahead=2)]),
+    st.sampled_from([*map(Settings, ("1f1b", "eager-1f1b", "gpipe")), Settings(ahead=1), Settings("split-1f1b", ahead=2)]),
     st.sampled_from([1, 2]),
 )
 def test_a_draft_is_the_same_whether_nodes_are_known_to_be_alike_or_not(

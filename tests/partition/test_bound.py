@@ -20,7 +20,7 @@ from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink, re
 from sim.spec.gpu import gpu_kind
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
-from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
+from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.reading import InputError
 from sim.spec.transformer import Moe, Transformer, transformer
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
@@ -193,8 +193,8 @@ def replicated(draw: DrawFn) -> tuple[Cluster, Plan]:
         return Stage((Replica((device,), share),), ((bounds[s], bounds[s + 1]),), mode)
 
     pipelines = tuple(Pipeline(share, count, tuple(stage(copy, s) for s in range(stages))) for copy in range(copies))
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-2p")))
-    if schedule == "1f1b":
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "zb-2p")))
+    if schedule in COUNTED_SCHEDULES:
         counts = draw(st.none() | in_flight(pipelines[0]))
         pipelines = tuple(pipeline.holding(counts) for pipeline in pipelines)
     plan = Plan(

@@ -18,7 +18,7 @@ from sim.engine import simulate
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
 from sim.spec.gpu import GpuKind, gpu_kind
 from sim.spec.job import Job
-from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.stack import Stack, stacks
 from sim.spec.transformer import Transformer
 from tests.strategies import in_flight
@@ -141,7 +141,7 @@ def test_without_overheads_and_with_all_the_memory_there_is_nothing_to_wait_for(
 def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     """Pipelines of equal stages over all GPUs of a cluster, whose memory they fill to the last byte, under any stack."""
     depth, degree, replicas = draw(st.integers(1, 5)), draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.integers(1, 2))
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")))
     chunks = 2 if schedule == "zb-v" else draw(st.integers(2, 3)) if schedule == "interleaved" and depth > 1 else 1
     each = draw(st.integers(1, 3))
     layers = depth * chunks * each
@@ -164,7 +164,7 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
 
     count = draw(st.integers(1, 40))
     piped = Pipeline(share * replicas, count, tuple(stage(s, ranges) for s, ranges in enumerate(cut)))
-    if schedule == "1f1b":
+    if schedule in COUNTED_SCHEDULES:
         piped = piped.holding(draw(st.none() | in_flight(piped)))
     context = draw(st.sampled_from((1, degree)))
     plan = Plan(

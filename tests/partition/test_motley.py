@@ -133,7 +133,7 @@ def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() 
     hunt.load(60.0)
     hunt.begin_deals()
     for start in hunt.firsts:
-        begins = hunt._begins(start, np.random.default_rng(1), search.elapsed_s + 1.5)
+        begins = hunt._begins(start, np.random.default_rng(1), search.elapsed_s + 4.0)
         assert start in begins and len(set(begins)) == len(begins) <= 2
         assert {deal.pipelines for deal in begins} == {start.pipelines}
         assert sorted(begins, key=hunt.deal_s) == begins
@@ -172,8 +172,8 @@ def test_deals_begin_with_the_first_settings_that_fit() -> None:
     assert all(math.isinf(hunt.deal_s(start)) for n in (1, 2, 4, 8) for start in hunt.deals.starts(n, Settings("eager-1f1b")))
     hunt.begin_deals()
     assert [(start.pipelines, start.settings) for start in hunt.firsts] == [
-        (1, Settings("1f1b")),
-        (2, Settings("1f1b", offload_optimizer=True)),
+        (1, Settings("split-1f1b")),
+        (2, Settings("split-1f1b", offload_optimizer=True)),
     ]
     hunt.deal()
     assert search.best is not None

@@ -242,3 +242,17 @@ def test_the_period_is_the_largest_mean_over_every_run_of_stages(
         for i in range(j)
     )
     assert schedule_period_s(schedule, forward, backward, waits[:-1], ahead) == pytest.approx(largest)
+
+
+@given(
+    stages=strategies.lists(strategies.tuples(*[strategies.floats(0.01, 1.0)] * 4), min_size=2, max_size=FEW_STAGES + 6),
+)
+def test_gradients_do_not_wait_for_the_weight_halves_of_later_stages(stages: list[tuple[float, float, float, float]]) -> None:
+    forward, inputs, weight, waits = (list(each) for each in zip(*stages, strict=True))
+    backward = [i + w for i, w in zip(inputs, weight, strict=True)]
+    largest = max(
+        (sum(forward[i:j]) + sum(inputs[i:j]) + weight[i] + 2 * sum(waits[i : j - 1])) / (j - i)
+        for j in range(1, len(stages) + 1)
+        for i in range(j)
+    )
+    assert schedule_period_s("split-1f1b", forward, backward, waits[:-1], (), weight) == pytest.approx(largest)

@@ -93,6 +93,12 @@ PLANS = {
         pipeline(1, 6, ((0, 2), (0,)), ((2, 3), (1, 2)), ((3, 4), (3,))).holding([6, 3, 3]),
         pipeline(1, 2, ((0, 3), (4,)), ((3, 4), (5,))).holding([1, 1]),
     ),
+    "gradients that go on before the weight half": plan_of(
+        GPT,
+        pipeline(1, 5, ((0, 2), (0, 1)), ((2, 4), (2,), "full")).holding([4, 2]),
+        pipeline(1, 3, ((0, 1), (3,)), ((1, 4), (4, 5))),
+        schedule="split-1f1b",
+    ),
     "unlike cuts": plan_of(
         LLAMA, pipeline(1, 3, ((0, 1), (0,)), ((1, 4), (1,))), pipeline(2, 2, ((0, 3), (2,)), ((3, 4), (3, 4)))
     ),

@@ -29,7 +29,7 @@ from sim.spec.transformer import Moe, Transformer, transformer
 from tests.strategies import worlds
 from tests.worlds import GivenCost, ethernet_cluster, plan, simulate_every_lane, stage
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 
 
 class Given(GivenCost):

@@ -23,7 +23,7 @@ from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, Fabric, Intra, LinkOverride, Nic, Node, WideAreaLink
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Cost, Infeasible
-from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer, transformer
@@ -37,7 +37,7 @@ from tests.worlds import simulate_every_lane
 @given(
     world=worlds(),
     zero_stage=st.integers(0, 1),
-    schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
+    schedule=st.sampled_from(("1f1b", "split-1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
     offload=st.booleans(),
 )
 def test_where_nothing_is_contended_it_is_the_simulation(
@@ -59,7 +59,7 @@ def test_where_nothing_is_contended_it_is_the_simulation(
 
 
 @given(
-    schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
+    schedule=st.sampled_from(("1f1b", "split-1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
     layers=st.lists(st.integers(1, 5), min_size=2, max_size=5),
     kinds=st.lists(st.sampled_from(("A100-80GB-SXM", "T4-16GB", "RTX4090")), min_size=5, max_size=5),
     latency_s=st.sampled_from((0.0, 1e-4, 2e-3, 2e-2)),
@@ -87,7 +87,7 @@ def test_long_schedules_take_what_the_simulation_says(
         made.append(Stage(tuple(replicas), (cut,)))
     model = Transformer("small", layers=cuts[-1], hidden=256, ffn=1024, heads=8, vocab=96)
     pipeline = Pipeline(2, micro_batches, tuple(made))
-    if schedule == "1f1b":
+    if schedule in COUNTED_SCHEDULES:
         pipeline = data.draw(st.just(pipeline) | in_flight(pipeline).map(pipeline.holding))
     chosen = Plan(cluster.name, model, 128, 2 * micro_batches, (pipeline,), "fp16", schedule, zero_stage=1)
     assert Estimates(cluster, chosen.job()).iteration_s(chosen) == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-6)
@@ -327,7 +327,7 @@ def two_nodes(gpus: int, rate: float) -> Cluster:
     places=st.permutations([f"n{n}/{i}" for n in range(2) for i in range(4)]),
     micro_batches=st.integers(1, 9),
     rate=st.sampled_from((1e9, 4e9, 12e9)),  # all of which are seen on links inside the nodes (LEAST_SHARE)
-    schedule=st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
+    schedule=st.sampled_from(("1f1b", "split-1f1b", "eager-1f1b", "gpipe", "zb-1p", "zb-2p")),
     data=st.data(),
 )
 def test_messages_that_meet_take_what_the_simulation_says_where_they_are_followed(
@@ -337,7 +337,7 @@ def test_messages_that_meet_take_what_the_simulation_says_where_they_are_followe
     cluster, bounds = two_nodes(4, rate), [0, *sorted(cuts), 24]
     stages = tuple(Stage((Replica((places[k],), 1),), ((a, b),)) for k, (a, b) in enumerate(pairwise(bounds)))
     pipeline = Pipeline(1, micro_batches, stages)
-    if schedule == "1f1b":
+    if schedule in COUNTED_SCHEDULES:
         pipeline = data.draw(st.just(pipeline) | in_flight(pipeline).map(pipeline.holding))
     chosen = Plan(
         cluster.name, replace(transformer("gpt3-125m"), layers=24, tied_embeddings=False), 512, micro_batches, (pipeline,)
@@ -353,7 +353,7 @@ def test_messages_that_meet_take_what_the_simulation_says_where_they_are_followe
             assert found_s == pytest.approx(simulated_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-2p"])
+@pytest.mark.parametrize("schedule", ["1f1b", "split-1f1b", "eager-1f1b", "zb-2p"])
 @pytest.mark.parametrize("unlike", [False, True])
 def test_pipelines_that_are_alike_share_the_cards_of_their_nodes(schedule: str, unlike: bool) -> None:
     # Four pipelines over the same two nodes, of which the last may have another cut.

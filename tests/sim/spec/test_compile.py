@@ -34,6 +34,7 @@ from sim.spec.program import (
     program_text,
 )
 from sim.spec.reading import InputError
+from sim.spec.schedules import SCHEDULES
 from sim.spec.transformer import Transformer
 from tests.strategies import worlds
 
@@ -181,7 +182,7 @@ def test_every_send_has_its_receive_and_every_sequence_crosses_once(world: tuple
 
 @given(worlds())
 def test_every_layer_goes_forward_and_backward_once_for_every_micro_batch(world: tuple[Cluster, Plan]) -> None:
-    halves = world[1].schedule in ("zb-1p", "zb-2p", "zb-v")
+    halves = SCHEDULES[world[1].schedule].splits_backward
     for lane in compile_plan(world[1]).lanes:
         kinds = (Forward, BackwardInput, BackwardWeight) if halves else (Forward, Backward)
         assert {type(i) for i in lane.instructions if isinstance(i, Compute)} == set(kinds)

@@ -337,8 +337,8 @@ def test_a_model_must_be_known() -> None:
         ({"zero_stage": True}, "zero_stage: expected one of 0, 1, 2, 3, but got True"),
         (
             {"schedule": "1F1B"},
-            "schedule: expected one of gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '1F1B'; did you mean "
-            "1f1b?",
+            "schedule: expected one of gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '1F1B'; "
+            "did you mean 1f1b?",
         ),
         ({"precision": "int4"}, "precision: expected one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
         ({"sequence_parallel": "no"}, "sequence_parallel: expected true or false, but got 'no'"),
@@ -438,7 +438,10 @@ def test_a_bad_pipeline_is_told_with_its_place() -> None:
     ("change", "error"),
     [
         ({"pipelines": (), "global_batch": 0}, "a plan has at least one pipeline, but got none"),
-        ({"schedule": "2f2b"}, "schedule is one of gpipe, 1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '2f2b'"),
+        (
+            {"schedule": "2f2b"},
+            "schedule is one of gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '2f2b'",
+        ),
         ({"zero_stage": 4}, "zero_stage is one of 0, 1, 2, 3, but got 4"),
         ({"precision": "int4"}, "precision is one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
     ],
@@ -469,7 +472,11 @@ def test_stages_say_how_many_micro_batches_they_hold() -> None:
             "pipelines[0].stages[0]: in_flight is at least that of the next stage, or that one waits for ever, but got 2, and "
             "stages[1] has 3",
         ),
-        ((2, 1), {"schedule": "gpipe"}, "pipelines[0]: in_flight is for the schedule 1f1b, but the schedule is gpipe"),
+        (
+            (2, 1),
+            {"schedule": "gpipe"},
+            "pipelines[0]: in_flight is for the schedules 1f1b and split-1f1b, but the schedule is gpipe",
+        ),
     ],
 )
 def test_counts_that_cannot_be_held_are_refused(counts: tuple[object, object], change: dict[str, Any], error: str) -> None:

@@ -101,6 +101,17 @@ def test_a_stage_that_says_how_many_micro_batches_it_holds_warms_up_with_all_but
         assert drawn == program_text(compile_plan(plan.under(schedule)))
 
 
+def test_split_1f1b_sends_the_gradient_on_before_the_weight_half_and_holds_no_more_than_1f1b() -> None:
+    plan = plan_of("split-1f1b", ranges_of("split-1f1b", 3, 1), 4)
+    assert rows(compile_plan(plan)) == [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
+        "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3",
+    ]
+    own = replace(plan, pipelines=(plan.pipelines[0].holding([2, 2, 2]),))
+    assert rows(compile_plan(own)) == ["F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3"] * 3
+
+
 @given(micro_batches=st.integers(1, 9), more=st.lists(st.integers(0, 3), min_size=1, max_size=5))
 def test_stages_that_hold_no_fewer_than_the_next_never_wait_for_ever(micro_batches: int, more: list[int]) -> None:
     counts = list(accumulate(more, initial=1))[:0:-1]
