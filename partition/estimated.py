@@ -65,26 +65,34 @@ class Preparation:
 
 def is_compiled() -> bool:
     """Whether the arithmetic of estimates is compiled."""
-    return _is_kept("sim.cost.recurrence", "evaluate")
+    return _is_kept(*ESTIMATED)
 
 
 def is_exact_compiled() -> bool:
     """Whether that of exact estimates is."""
-    return _is_kept("sim.cost.meeting", "met_ends_s")
+    return _is_kept(*EXACT)
+
+
+ESTIMATED, EXACT = ("sim.cost.recurrence", "evaluate"), ("sim.cost.meeting", "met_ends_s")
+"""The modules of estimates, and of exact ones, with the functions that all is compiled for."""
 
 
 def _is_kept(module: str, function: str) -> bool:
-    """Whether numba has kept a compiled function: where it is told to, beside the source, or where a user's caches are."""
+    """Whether numba has kept a compiled function since its source was last changed."""
+    since_s = _source(module).stat().st_mtime
+    return any(file.stat().st_mtime >= since_s for file in _kept(module, function))
+
+
+def _kept(module: str, function: str) -> list[Path]:
+    """What numba has kept of a compiled function: where it is told to, beside the source, or where a user's caches are."""
     source = _source(module)
     name = f"{source.stem}.{function}-*.nbi"
     # Of several folders of sources, each has one named so in a common one.
     own = f"{source.parent.name}_{sha1(str(source.parent).encode()).hexdigest()}"
     if told := os.environ.get("NUMBA_CACHE_DIR"):
-        kept = [*Path(told).glob(f"{own}/{name}")]
-    else:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        kept = [*source.parent.glob(f"__pycache__/{name}"), *caches.glob(f"numba/{own}/{name}")]
-    return any(file.stat().st_mtime >= source.stat().st_mtime for file in kept)
+        return [*Path(told).glob(f"{own}/{name}")]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [*source.parent.glob(f"__pycache__/{name}"), *caches.glob(f"numba/{own}/{name}")]
 
 
 def _source(module: str) -> Path:
@@ -124,6 +132,9 @@ def main() -> int:
         os.nice(5)
     _estimate_once()
     _estimate_exactly()
+    # What numba found to be good for the sources is not written anew, though these may be newer: a checkout gives them its time.
+    for file in (*_kept(*ESTIMATED), *_kept(*EXACT)):
+        file.touch()
     return 0
 
 
