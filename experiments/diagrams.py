@@ -59,7 +59,7 @@ def plan_rows(plan: Plan, cluster: Cluster | None = None) -> Html:
         rows=_plan_rows(plan, cluster),
         ticks=_layer_ticks(plan.transformer.layers),
         tensor=any(len(replica.devices) > plan.context_parallel for _, _, _, replica in plan.replicas()),
-        recomputed=any(_recomputes(stage) for pipeline in plan.pipelines for stage in pipeline.stages),
+        recomputed=any(stage.recomputes for pipeline in plan.pipelines for stage in pipeline.stages),
     )
 
 
@@ -82,10 +82,6 @@ def _layer_words(stage: Stage) -> str:
     return ", ".join(f"{start} to {stop - 1}" if stop > start else "none" for start, stop in stage.layers)
 
 
-def _recomputes(stage: Stage) -> bool:
-    return stage.recompute != "none" and stage.recompute_layers != 0
-
-
 def _plan_rows(plan: Plan, cluster: Cluster | None) -> list[_Row]:
     """The rows in the cluster's order, or, where it is not known, in that of the names."""
     layers = plan.transformer.layers
@@ -95,7 +91,7 @@ def _plan_rows(plan: Plan, cluster: Cluster | None) -> list[_Row]:
         tensor = len(replica.devices) // plan.context_parallel
         lane = lane_name(p, s, r, len(stage.replicas))
         text = f"{lane}  1/{tensor}" if tensor > 1 else lane
-        title = f"{lane}: layers {_layer_words(stage)}, recompute {stage.recompute}, {replica.sequences} sequences at once"
+        title = f"{lane}: layers {_layer_words(stage)}, recompute {stage.recompute_words}, {replica.sequences} sequences at once"
         own = tuple(
             _Block(
                 share((left + 1) / (layers + 2)),
@@ -103,7 +99,7 @@ def _plan_rows(plan: Plan, cluster: Cluster | None) -> list[_Row]:
                 f"p{p % PIPELINE_COLOURS}",
                 text,
                 title,
-                _recomputes(stage),
+                stage.recomputes,
                 _beside((left + 1) / (layers + 2), (right + 1) / (layers + 2), text),
             )
             for left, right in ((start - (start == 0), stop + (stop == layers)) for start, stop in stage.layers)

@@ -21,6 +21,7 @@ from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
 from sim.spec.compile import lane_name
+from sim.spec.counts import RECOMPUTE as RECOMPUTE_MODES
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
@@ -254,11 +255,11 @@ def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) 
 
 def _less_recompute(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     """Every stage that recomputes (those of one place and setting in all pipelines together) with as little as memory allows."""
-    groups: dict[tuple[int, str, int | None], list[tuple[int, int]]] = {}
+    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            if stage.recompute != "none" and stage.recompute_layers != 0:
-                groups.setdefault((s, stage.recompute, stage.recompute_layers), []).append((p, s))
+            if stage.recomputes:
+                groups.setdefault((s, stage.recompute_words), []).append((p, s))
     everything = [member for members in groups.values() for member in members]
     if len(groups) > 1:
         yield _recomputing_least(plan, cluster, everything, "all stages")
@@ -267,51 +268,43 @@ def _less_recompute(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 
 
 def _recomputing_least(plan: Plan, cluster: Cluster, members: Sequence[tuple[int, int]], who: str) -> Change:
-    """The plan with as little recomputation in some stages as memory allows: none, selective, or fewer layers in full."""
+    """The plan with as little recomputation in some stages as memory allows: none, a cheaper mode, or fewer layers in full."""
     stages = [plan.pipelines[p].stages[s] for p, s in members]
-    was = " and ".join(dict.fromkeys(_setting(stage) for stage in stages))
-    without = _recomputing(plan, members, "none", None)
+    was = " and ".join(dict.fromkeys(stage.recompute_words for stage in stages))
+    without = _recomputing(plan, members, "none")
     reason = infeasible(without, cluster)
     if reason is None:
         return Change(RECOMPUTE, f"{who}: no recomputation (was {was})", without, cluster)
-    name = f"{who}: less recomputation (was {was})"
-    if all(stage.recompute == "selective" for stage in stages):
-        return Change(RECOMPUTE, name, plan, cluster, reason)
-    selective = _recomputing(plan, members, "selective", None)
-    if infeasible(selective, cluster) is None:
-        return Change(RECOMPUTE, f"{who}: selective recomputation (was {was})", selective, cluster)
-    low, high = 0, max(stage.recomputed()["full"] for stage in stages)  # too few layers, and as many as now
+    most = max(RECOMPUTE_MODES.index(stage.recompute) for stage in stages)
+    for mode in RECOMPUTE_MODES[1:most]:
+        changed = _recomputing(plan, members, mode)
+        if infeasible(changed, cluster) is None:
+            return Change(RECOMPUTE, f"{who}: {mode} recomputation (was {was})", changed, cluster)
+    now = max(stage.recomputed()["full"] for stage in stages)
+    low, high = 0, now  # too few layers, and as many as now
     while high - low > 1:
         middle = (low + high) // 2
         if infeasible(_recomputing(plan, members, "full", middle), cluster) is None:
             high = middle
         else:
             low = middle
-    fewer = _recomputing(plan, members, "full", high)
-    if fewer == _recomputing(plan, members, "full", max(stage.layer_count for stage in stages)) or fewer == plan:
-        return Change(RECOMPUTE, name, plan, cluster, reason)
-    return Change(RECOMPUTE, f"{who}: recomputing at most {high} layers in full (was {was})", fewer, cluster)
+    if high == now:
+        return Change(RECOMPUTE, f"{who}: less recomputation (was {was})", plan, cluster, reason)
+    name = f"{who}: recomputing at most {high} layers in full, the others pointwise (was {was})"
+    return Change(RECOMPUTE, name, _recomputing(plan, members, "full", high), cluster)
 
 
-def _setting(stage: Stage) -> str:
-    if stage.recompute_layers is None:
-        return stage.recompute
-    return f"{stage.recompute} {stage.recompute_layers}/{stage.layer_count}"
-
-
-def _recomputing(plan: Plan, members: Sequence[tuple[int, int]], mode: str, most: int | None) -> Plan:
-    """The plan with another setting in some stages; with `most`, at most so many layers in full, and no more than now."""
+def _recomputing(plan: Plan, members: Sequence[tuple[int, int]], mode: str, most: int | None = None) -> Plan:
+    """The plan with another mode in some stages, where they recompute more; with `most`, so many layers in full at most."""
     chosen = set(members)
 
     def changed(p: int, s: int, stage: Stage) -> Stage:
         if (p, s) not in chosen:
             return stage
-        if most is None:
-            return replace(stage, recompute=mode, recompute_layers=None)
-        count = min(most, stage.recomputed()["full"])
-        if stage.recompute != "full" or count == stage.recomputed()["full"]:
-            return stage
-        return replace(stage, recompute="full", recompute_layers=count)
+        if most is not None:
+            return stage if stage.recomputed()["full"] <= most else stage.recomputing("full", most, "pointwise")
+        more = RECOMPUTE_MODES.index(stage.recompute) > RECOMPUTE_MODES.index(mode)
+        return stage.recomputing(mode) if more else stage
 
     return _with_stages(plan, changed)
 

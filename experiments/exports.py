@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.reading import InputError, nearest
 from sim.spec.transformer import Transformer, presets
@@ -132,9 +133,6 @@ def _without_replicas(pipeline: Pipeline) -> list[Pipeline] | None:
     ]
 
 
-_MODES = ("none", "selective", "full")
-
-
 def _most_recompute(stages: Sequence[Stage], notes: _Notes, system: str, s: int) -> Stage:
     """Of the same stage of all pipelines, that which recomputes most; what differs is told."""
     most = max(stages, key=_recomputed)
@@ -144,10 +142,10 @@ def _most_recompute(stages: Sequence[Stage], notes: _Notes, system: str, s: int)
 
 
 def _recomputed(stage: Stage) -> tuple[int, int]:
-    """How much a stage recomputes: its mode, and the layers in full."""
+    """How much a stage recomputes: the mode of its first layers, and how many they are."""
     counts = stage.recomputed()
-    mode = "full" if counts["full"] else "selective" if counts["selective"] else "none"
-    return _MODES.index(mode), counts["full"]
+    most = max(n for n, mode in enumerate(RECOMPUTE) if counts[mode] or n == 0)
+    return most, counts[RECOMPUTE[most]]
 
 
 def _equal_cuts(grid: _Grid) -> bool:
@@ -247,7 +245,7 @@ def to_megatron(plan: Plan) -> Export:
         flags.append("--sequence-parallel")
     flags += _megatron_schedule(plan, grid, notes)
     flags += _megatron_states(plan, grid)
-    flags += _megatron_recompute(grid, notes)
+    flags += _megatron_recompute(grid, plan.transformer.experts is not None, notes)
     flags += _MEGATRON_PRECISION[plan.precision]
     if plan.precision == "tf32":
         notes.by_hand.append("TF32 is switched on in torch (torch.backends.cuda.matmul.allow_tf32), not by a flag")
@@ -398,16 +396,29 @@ def _megatron_states(plan: Plan, grid: _Grid) -> list[str]:
     return flags
 
 
-def _megatron_recompute(grid: _Grid, notes: _Notes) -> list[str]:
+def _megatron_recompute(grid: _Grid, experts: bool, notes: _Notes) -> list[str]:
     """The flags of recomputation: one setting for all stages, that of the stage that recomputes most."""
     most = max(grid.stages, key=_recomputed)
     mode, count = _recomputed(most)
     if any(_share(stage) != _share(most) for stage in grid.stages):
-        notes.differs.append(f"recomputation that differs among stages: Megatron-LM has one setting, and {_MODES[mode]} is taken")
-    if _MODES[mode] == "none":
+        notes.differs.append(
+            f"recomputation that differs among stages: Megatron-LM has one setting, and {RECOMPUTE[mode]} is taken"
+        )
+    if RECOMPUTE[mode] == "none":
         return []
-    if _MODES[mode] == "selective":
+    if mode < RECOMPUTE.index("full") and any(_share(stage)[1] is not None for stage in grid.stages):
+        notes.differs.append(
+            f"{RECOMPUTE[mode]} recomputation of some layers: Megatron-LM has it for all layers, and here for all"
+        )
+    if RECOMPUTE[mode] == "selective":
         return ["--recompute-granularity selective"]
+    if RECOMPUTE[mode] == "pointwise":
+        if not experts:
+            notes.differs.append("pointwise recomputation of the activation: Megatron-LM has it for norms and experts alone")
+        modules = "layernorm moe_act" if experts else "layernorm"
+        return ["--recompute-granularity selective", f"--recompute-modules {modules}"]
+    if any(stage.recompute_layers is not None and stage.recompute_rest != "none" for stage in grid.stages):
+        notes.differs.append("recomputation of the other layers in part: Megatron-LM recomputes nothing of them")
     if all(_recomputed(stage)[1] == stage.layer_count for stage in grid.stages):
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     if len(most.layers) > 1:
@@ -552,16 +563,19 @@ def _titan_recompute(grid: _Grid, notes: _Notes) -> dict[str, object]:
     most = max(grid.stages, key=_recomputed)
     mode, count = _recomputed(most)
     if any(_share(stage) != _share(most) for stage in grid.stages):
-        notes.differs.append(f"recomputation that differs among stages: torchtitan has one setting, and {_MODES[mode]} is taken")
-        return {"mode": _MODES[mode]} if _MODES[mode] != "selective" else {"mode": "selective", "selective_ac_option": "op"}
-    if _MODES[mode] == "selective":
-        notes.differs.append("selective recomputation of the attention: torchtitan's keeps the results of costly operations")
+        notes.differs.append(
+            f"recomputation that differs among stages: torchtitan has one setting, and {RECOMPUTE[mode]} is taken"
+        )
+        return {"mode": "full"} if RECOMPUTE[mode] == "full" else {"mode": "selective", "selective_ac_option": "op"}
+    if RECOMPUTE[mode] in ("selective", "pointwise"):
+        of = "of the attention" if RECOMPUTE[mode] == "selective" else "of norms and activation"
+        notes.differs.append(f"recomputation {of} alone: torchtitan's keeps the results of costly operations, and no others")
         return {"mode": "selective", "selective_ac_option": "op"}
-    if _MODES[mode] == "full" and count < most.layer_count:
+    if RECOMPUTE[mode] == "full" and count < most.layer_count:
         if most.layer_count % count == 0:
             return {"mode": "selective", "selective_ac_option": str(most.layer_count // count)}
         notes.differs.append(f"{count} of {most.layer_count} layers recomputed: torchtitan takes every n-th, and here all")
-    return {"mode": _MODES[mode]}
+    return {"mode": RECOMPUTE[mode]}
 
 
 def _toml(plan: Plan, devices: Sequence[str], tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -658,14 +672,15 @@ def _deepspeed_tensor(plan: Plan, grid: _Grid, config: dict[str, object], notes:
 
 def _deepspeed_recompute(grid: _Grid, notes: _Notes) -> None:
     """Notes how the model's code recomputes."""
-    if all(_share(stage) == (_MODES.index("full"), None) for stage in grid.stages):
+    if all(_share(stage) == (RECOMPUTE.index("full"), None) for stage in grid.stages):
         how = (
             "PipelineModule(..., activation_checkpoint_interval=1)" if grid.pipeline > 1 else "deepspeed.checkpointing.checkpoint"
         )
         notes.by_hand.append(f"every layer is recomputed: {how}")
     elif any(_recomputed(stage)[0] for stage in grid.stages):
         notes.by_hand.append(
-            "recomputation of a part of the layers is up to the model's code: deepspeed.checkpointing.checkpoint"
+            "recomputation of a part of the layers, or of parts of layers, is up to the model's code: "
+            "deepspeed.checkpointing.checkpoint"
         )
 
 
@@ -733,8 +748,10 @@ def to_hexiscale(plan: Plan) -> Export:
     ordered = [replace(p, stages=tuple(p.stages[s] for s in p.visiting_order)) for p in plan.pipelines]
     recomputing = [_share(stage) for _, _, stage in stages]
     recomputes = any(mode for mode, _ in recomputing)
-    if recomputes and set(recomputing) != {(_MODES.index("full"), None)}:
-        notes.differs.append("recomputation of a part of the layers: HexiScale recomputes all layers or none, and here all")
+    if recomputes and set(recomputing) != {(RECOMPUTE.index("full"), None)}:
+        notes.differs.append(
+            "recomputation of a part of the layers, or of parts of layers: HexiScale recomputes all layers or none, and here all"
+        )
     devices = [name for pipeline in ordered for stage in pipeline.stages for name in stage.devices]
     nodes = list(dict.fromkeys(name.rpartition("/")[0] for name in devices))
     used: dict[str, int] = {}

@@ -87,9 +87,9 @@ def plot_plan(
     """Two Axes with one row per GPU of the cluster: the layers that it holds, and how full its memory is at the peak.
 
     Each pipeline has a colour; lanes are named, with the part of each of their layers that one of their GPUs holds. E is the
-    embedding, H the head. Hatched layers are recomputed: lines in full, dots selectively, as far as a stage is. The rows of GPUs
-    that the plan leaves out are grey. Without `axes`, the figure is as tall as the GPUs need. Raises InputError for devices that
-    the cluster has not.
+    embedding, H the head. Hatched layers are recomputed: slanted lines in full, dots selectively, upright lines pointwise, as
+    far as a stage is. The rows of GPUs that the plan leaves out are grey. Without `axes`, the figure is as tall as the GPUs
+    need. Raises InputError for devices that the cluster has not.
     """
     rows = {device.name: i for i, device in enumerate(cluster.devices)}
     for name in plan.devices:
@@ -155,7 +155,7 @@ _FRAMES: dict[bool, dict[str, Any]] = {
     False: {"edgecolor": "none", "linewidth": 0.0},
 }
 _LEFT_OUT = "#ECECEC"
-_RECOMPUTE_HATCHES = {"full": "//", "selective": ".."}
+_RECOMPUTE_HATCHES = {"full": "//", "selective": "..", "pointwise": "||"}
 
 
 def _drawn_ranges(stage: Stage, layers: int) -> list[tuple[float, float]]:

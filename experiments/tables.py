@@ -236,9 +236,7 @@ def _layers(stage: Stage) -> str:
 
 def _recompute(stage: Stage) -> str:
     """The stage's recompute mode, with the number of layers where it is not all of them."""
-    if stage.recompute_layers is None:
-        return stage.recompute
-    return f"{stage.recompute} {stage.recompute_layers}/{stage.layer_count}"
+    return stage.recompute_words
 
 
 def _memory(devices: Sequence[str], cluster: Cluster, peak_bytes: Mapping[str, int] | None, headroom: bool) -> list[Text]:

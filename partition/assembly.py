@@ -1,7 +1,7 @@
 """From groups of devices to a draft: how many layers each stage holds, what it recomputes, how the batch is divided.
 
 A stage gets as many layers as its memory holds and its speed deserves. Its memory is counted with the micro-batches that
-it holds, more in earlier stages; where they do not fit, the fewest layers that make room are recomputed, and the
+it holds, more in earlier stages; where they do not fit, as little as makes room is recomputed, and the
 time of that counts for the stage's speed.
 """
 
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from partition.batches import Pace, split_batch
-from partition.drafts import Draft, Settings, stage
+from partition.drafts import Draft, Settings, recomputed, stage
 from partition.layers import ranges, split_layers
 from partition.pricing import Course, Pricing, ahead_of
 from partition.room import Room
@@ -37,10 +37,10 @@ link pay for it. How much lighter depends on what layers, as whole numbers, allo
 
 @dataclass(frozen=True)
 class _Cut:
-    """Layers of each stage of a pipeline, how many of them it recomputes, and its pace."""
+    """Layers of each stage of a pipeline, how much it recomputes, and its pace."""
 
     counts: tuple[int, ...]
-    full: tuple[int, ...]
+    amounts: tuple[int, ...]
     pace: Pace
 
 
@@ -117,7 +117,7 @@ class Assembly:
         size = dealt.micro_batch
         draft = tuple(
             [
-                Pipeline(size, n, self._stages_of(groups, cut.counts, cut.full, size, dealt.settings))
+                Pipeline(size, n, self._stages_of(groups, cut.counts, cut.amounts, size, dealt.settings))
                 for groups, cut, n in zip(dealt.pipelines, dealt.cuts, dealt.micro_batches, strict=True)
             ]
         )
@@ -126,16 +126,16 @@ class Assembly:
         return None if more and not self._room.fits(draft, dealt.settings) else draft
 
     def _stages_of(
-        self, groups: Groups, counts: tuple[int, ...], full: tuple[int, ...], micro_batch: int, settings: Settings
+        self, groups: Groups, counts: tuple[int, ...], amounts: tuple[int, ...], micro_batch: int, settings: Settings
     ) -> tuple[Stage, ...]:
-        """The stages of a pipeline that hold these numbers of layers, and recompute these numbers of them."""
-        key = (groups, counts, full, micro_batch, settings.ahead)
+        """The stages of a pipeline that hold these numbers of layers, and recompute so much."""
+        key = (groups, counts, amounts, micro_batch, settings.ahead)
         found = self._built.get(key)
         if found is None:
             flying = settings.in_flight(groups) or [None] * len(groups)
             found = self._built[key] = tuple(
-                stage(devices, layers, micro_batch, full=n, in_flight=most)
-                for devices, layers, n, most in zip(groups, ranges(counts), full, flying, strict=True)
+                stage(devices, layers, micro_batch, amount=amount, in_flight=most)
+                for devices, layers, amount, most in zip(groups, ranges(counts), amounts, flying, strict=True)
             )
         return found
 
@@ -186,19 +186,20 @@ class Assembly:
             if counts in tried:
                 continue
             tried.append(counts)
-            full = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
+            amounts = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
             forward, backward, weight = [], [], []
-            for s, (piece, count, again) in enumerate(zip(pieces, counts, full, strict=True)):
+            for s, (piece, count, amount) in enumerate(zip(pieces, counts, amounts, strict=True)):
+                modes = recomputed(count, amount)
                 forward.append(piece.forward_s(count, s == 0, s == depth - 1))
-                backward.append(piece.backward_s(count, again, s == 0, s == depth - 1))
+                backward.append(piece.backward_s(modes, s == 0, s == depth - 1))
                 if settings.schedule == "split-1f1b":
-                    weight.append(piece.weight_s(count, s == depth - 1))
+                    weight.append(piece.weight_s(modes, s == depth - 1))
             passes = tuple(forward), tuple(backward)
             course = Course(settings.schedule, number, *passes, messages, size, ahead, tuple(weight))
             fill_s, period_s = course.ends(twins)
             seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:
-                best = seconds, _Cut(tuple(counts), full, Pace(micro_batch, fill_s, period_s))
+                best = seconds, _Cut(tuple(counts), amounts, Pace(micro_batch, fill_s, period_s))
         assert best is not None
         return best[1]
 
@@ -212,7 +213,7 @@ class Assembly:
         first: bool,
         last: bool,
     ) -> partial[tuple[float, int]]:
-        """A function of a number of layers: a stage's seconds for one micro-batch, and how many layers it recomputes."""
+        """A function of a number of layers: a stage's seconds for one micro-batch, and how much it recomputes."""
         alike = id(self._pricing.stage(devices, micro_batch, settings)), self._room.capacity_bytes(devices), len(devices)
         key = (alike, pipelines, micro_batch, settings, flying, first, last)
         known = self._stages.setdefault(key, {})
@@ -234,11 +235,12 @@ class Assembly:
         found = known.get(layers)
         if found is None:
             held = self._room.stage(pipelines, len(devices), micro_batch, settings, first, last)
-            full = held.fewest_recomputed(self._room.capacity_bytes(devices), layers, flying)
-            if full is None:
+            amount = held.least_recomputation(self._room.capacity_bytes(devices), layers, flying)
+            if amount is None:
                 found = (math.inf, 0)
             else:
                 pieces = self._pricing.stage(devices, micro_batch, settings)
-                found = (pieces.forward_s(layers, first, last) + pieces.backward_s(layers, full, first, last), full)
+                seconds = pieces.forward_s(layers, first, last)
+                found = seconds + pieces.backward_s(recomputed(layers, amount), first, last), amount
             known[layers] = found
         return found

@@ -18,7 +18,7 @@ Recompute. Something holds the parameters and gradients of each layer, of the em
 host's memory, and ZeRO only divides), and, for each part of the batch that passes a layer without recomputation, all that one
 sequence's backward needs: a lane holds at least one sequence of a micro-batch from forward to backward, and degrees divide that
 evenly at best. Copies of a layer that share the batch hold together no less than their mean, weighted by their shares. What
-exceeds the memory of all GPUs (less contexts and fragmentation) is recomputed, at the fewest seconds per byte.
+exceeds the memory of all GPUs (less contexts and fragmentation) is recomputed, in the modes that take the fewest seconds for it.
 
 Network. Cut the cluster into islands: nodes; racks whose uplink is oversubscribed; sites. When a sequence enters or leaves an
 island, its activation crosses the island's links in one direction and the gradient in the other; let alpha be the seconds of
@@ -69,7 +69,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -158,8 +158,8 @@ class _KindSeconds:
 
     layer_s: float
     ends_s: float
-    full_s: float
-    attention_s: float
+    again_s: Mapping[str, float]
+    """What each mode of recomputation adds to a layer."""
 
 
 def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
@@ -179,8 +179,12 @@ def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
     return _KindSeconds(
         layer_s=min(piece.forward_s + piece.backward_s for piece in layers) / sequences,
         ends_s=sum(piece.forward_s + piece.backward_s for piece in ends) / sequences,
-        full_s=min(piece.forward_s for piece in layers) / sequences,
-        attention_s=min(piece.attention_s for piece in layers) / sequences,
+        again_s={
+            "none": 0.0,
+            "pointwise": min(piece.pointwise_s for piece in layers) / sequences,
+            "selective": min(piece.attention_s for piece in layers) / sequences,
+            "full": min(piece.forward_s for piece in layers) / sequences,
+        },
     )
 
 
@@ -287,15 +291,17 @@ def _steady(
     element_bytes, batch = PRECISION_BYTES[job.precision], job.global_batch
     once = min(summed_bytes, (summed_bytes + element_bytes) / 2)
     held = total_parameters(job.model) * (element_bytes + summed_bytes)
-    most_again = max(seconds.full_s / seconds.layer_s for seconds in kinds.values())
+    most_again = max(seconds.again_s["full"] / seconds.layer_s for seconds in kinds.values())
     for number in range(1, batch + 1):
         if batch % number:
             continue
         spilled = _spilled(cluster, job, counts, held, batch // number)
         if isinstance(spilled, Infeasible):
             continue
-        again = batch * min(_recomputed(job, cluster, seconds, spilled) / seconds.layer_s for seconds in kinds.values())
-        again /= batch // number
+        held_at_once = batch // number
+        again = number * min(
+            _recomputed(job, cluster, seconds, spilled, held_at_once) / seconds.layer_s for seconds in kinds.values()
+        )
         summed = min(number * summed_bytes, (number * summed_bytes + element_bytes) / 2)
         yield _Steady((summed_bytes / 2 + element_bytes if number == 1 else summed) / once, again, most_again)
         if again == 0:
@@ -328,13 +334,20 @@ def _kept_bytes(job: Job, cluster: Cluster, mode: str) -> float:
     )
 
 
-def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: float) -> float:
-    """GPU-seconds of recomputation, for each sequence, that make so many bytes of activations needless."""
-    if spilled <= 0:
-        return 0.0
-    none = _kept_bytes(job, cluster, "none")
-    modes = ((seconds.full_s, "full"), (seconds.attention_s, "selective"))
-    return min(spilled * again_s / (none - _kept_bytes(job, cluster, mode)) for again_s, mode in modes)
+def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: float, sequences: int = 1) -> float:
+    """GPU-seconds of recomputation that make so many bytes of the activations of some sequences needless, at least.
+
+    Each layer of a sequence is under one mode, so that all of them together save and cost no less than a mixture of two modes.
+    """
+    layers = job.model.layers * sequences
+    none, saved = _kept_bytes(job, cluster, "none"), spilled / layers
+    modes = [(none - _kept_bytes(job, cluster, mode), again_s) for mode, again_s in seconds.again_s.items()]
+    found = [again_s for num_bytes, again_s in modes if num_bytes >= saved]
+    for (few, cheap_s), (many, dear_s) in permutations(modes, 2):
+        if few < saved < many:
+            found.append(cheap_s + (dear_s - cheap_s) * (saved - few) / (many - few))
+    most = max(num_bytes for num_bytes, _ in modes)
+    return layers * min(found, default=seconds.again_s["full"] * saved / most)
 
 
 # --- Islands ---------------------------------------------------------------------------------------------------------
@@ -650,8 +663,7 @@ def _spent(trace: Trace, cluster: Cluster) -> tuple[Mapping[str, tuple[float, fl
     bare = replace(
         plan,
         pipelines=tuple(
-            replace(pipeline, stages=tuple(replace(stage, recompute="none", recompute_layers=None) for stage in pipeline.stages))
-            for pipeline in plan.pipelines
+            replace(pipeline, stages=tuple(stage.recomputing("none") for stage in pipeline.stages)) for pipeline in plan.pipelines
         ),
     )
     cost, without = ComputeCost(plan, cluster), ComputeCost(bare, cluster)

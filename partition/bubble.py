@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TypeAlias
 
@@ -61,6 +61,7 @@ from sim.cost.pieces import head_seconds, layer_seconds
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
     PRECISION_BYTES,
+    RECOMPUTE,
     boundary_bytes,
     head_activation_bytes,
     key_value_bytes,
@@ -79,7 +80,10 @@ SHARES = (1.25, 0.25, 5.0)
 its GPUs; elsewhere they double."""
 
 RECOMPUTED = (0.0, 0.02, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
-"""The ends of the ranges of the fraction of its layers that a lane recomputes."""
+"""The ends of the ranges of the fraction of its layers that a lane recomputes in full, all others pointwise."""
+
+RECOMPUTED_POINTWISE = (0.0, 0.25, 0.5, 0.75)
+"""The ends of the ranges of the fraction that it recomputes pointwise, where none are in full; the last one ends at all."""
 
 WAYS = np.concatenate([[0.0], np.geomspace(1 / 64, 0.5, 60), [1.0]])
 """The ends of the ranges of D + D', as fractions of the iteration."""
@@ -284,7 +288,8 @@ class _Lane:
     forward_s: float
     backward_s: float
     again_s: float
-    """Of the recomputation of a layer."""
+    """Of the recomputation of a layer in full, and of the pointwise one."""
+    pointwise_s: float
     way_s: float
     head_forward_s: float
     head_backward_s: float
@@ -304,25 +309,30 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
         for degrees in _degrees(job, most)
         for shares in _shares(job.global_batch, math.prod(degrees))
     ]
-    least, full = (
+    none, pointwise, least, full = (
         software.activation_scale
         * layer_activation_bytes(model, 1, job.sequence_length, 1, False, mode, element_bytes, software.flash_attention)
-        for mode in ("selective", "full")
+        for mode in RECOMPUTE
     )
+    pointwise -= none - least  # selective recomputation is taken to cost nothing
+    # Of two modes a lane has the cheaper first, and a mixture of full and none is no cheaper than what it is then taken to have.
+    line = (least - pointwise) / max(SMALLEST_BYTES, least - full)
+    lanes = [tuple(replace(lane, pointwise_s=min(lane.pointwise_s, line * lane.again_s)) for lane in pair) for pair in lanes]
     logits = head_activation_bytes(model, 1, job.sequence_length, 1, False, element_bytes)
     room = max(0.0, kind.memory_bytes - software.context_bytes) * (1 + ROUNDING) / (1 + software.fragmentation)
     choices = []
     long_s = LONG * min(lane.gpu_s for pair in lanes for lane in pair)
-    for fewest, many in pairwise(RECOMPUTED):
-        kept = (1 - many) * least + many * full
+    rungs = [(share, 0.0) for share in RECOMPUTED_POINTWISE] + [(1.0, share) for share in RECOMPUTED]
+    for fewest, many in pairwise(rungs):
+        kept = least - many[0] * (least - pointwise) - many[1] * (pointwise - full)
         for few, more in lanes:
             # What a device keeps of its share is whole bytes, of which rounding may save one.
             layers = few.each * room / max(SMALLEST_BYTES, kept - few.each)
             heads = few.each * room / (software.logits_scale * max(SMALLEST_BYTES, logits - few.each))
-            backward_s = few.backward_s + many * few.again_s
+            backward_s = few.backward_s + _again_s(few, many)
             choices.append(
                 (
-                    more.each * (more.forward_s + more.backward_s + fewest * more.again_s),
+                    more.each * (more.forward_s + more.backward_s + _again_s(more, fewest)),
                     few.way_s if more.gpu_s < long_s else 0.0,
                     max(layers * few.forward_s, heads * few.head_forward_s),
                     max(layers * backward_s, heads * few.head_backward_s),
@@ -333,6 +343,12 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
     parts = [lane.forward_s / lane.way_s for lane in asked]
     head_s = min(more.each * (more.head_forward_s + more.head_backward_s) for _, more in lanes)
     return _Kind(counts[kind], _undominated(choices, worst_s), head_s, min(parts), 1 - max(parts))
+
+
+def _again_s(lane: _Lane, fractions: tuple[float, float]) -> float:
+    """Seconds of recomputation of a layer, of which such fractions are recomputed pointwise at least, and in full."""
+    pointwise, full = fractions
+    return pointwise * lane.pointwise_s + full * (lane.again_s - lane.pointwise_s)
 
 
 def _undominated(choices: list[tuple[float, float, float, float]], worst_s: float) -> _Lanes:
@@ -371,6 +387,7 @@ def _lane(cluster: Cluster, job: Job, kind: GpuKind, degrees: tuple[int, int], s
         forward_s=layer.forward_s + forward_s,
         backward_s=layer.backward_s + back_s,
         again_s=layer.forward_s + summed_s,
+        pointwise_s=layer.pointwise_s,
         way_s=layer.forward_s + forward_s + layer.backward_input_s + back_s,
         head_forward_s=head.forward_s,
         head_backward_s=head.backward_s,

@@ -51,9 +51,9 @@ def _head_first(pipeline: Pipeline) -> Pipeline:
     counts[0] -= moved
     counts[-1] += moved
     stages = [replace(part, layers=(held,)) for part, held in zip(pipeline.stages, ranges(counts), strict=True)]
-    full = stages[0].recompute_layers
-    if full is not None:
-        stages[0] = replace(stages[0], recompute_layers=max(0, min(full, counts[0])))
+    first, some = stages[0], stages[0].recompute_layers
+    if some is not None:
+        stages[0] = first.recomputing(first.recompute, max(0, min(some, counts[0])), first.recompute_rest)
     return replace(pipeline, stages=tuple(stages))
 
 

@@ -14,12 +14,21 @@ from typing import TypeAlias
 from partition.search import Search
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Cluster, Node
-from sim.spec.counts import embedding_parameters_at, head_parameters_at, layer_parameters_at, tied_copy_parameters_at
+from sim.spec.counts import (
+    RECOMPUTE,
+    embedding_parameters_at,
+    head_parameters_at,
+    layer_parameters_at,
+    tied_copy_parameters_at,
+)
 from sim.spec.job import Job
 from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import presets
 
 Draft: TypeAlias = tuple[Pipeline, ...]
+
+GRANULARITIES = ("none", "selective", "full")
+"""The recompute modes of whole stages that Megatron-LM has: its `--recompute-granularity`."""
 
 FEWEST_JUDGED, JUDGED_PLANS = 2, 20
 """Fewest and most plans that a planner has judged, as far as it has that many."""
@@ -64,15 +73,51 @@ def stage(
     layers: LayerRange,
     micro_batch: int,
     recompute: str = "none",
-    full: int | None = None,
+    amount: int = 0,
     in_flight: int | None = None,
 ) -> Stage:
-    """A stage of one replica. With `full`, so many of its layers are recomputed in full, and none of the others."""
-    mode, count = recompute, None
-    if full is not None:
-        held = layers[1] - layers[0]
-        mode, count = ("none", None) if full == 0 else ("full", None if full >= held else full)
-    return Stage((Replica(tuple(devices), micro_batch),), (layers,), mode, count, in_flight)
+    """A stage of one replica; with an `amount`, of recomputation as `recomputing` says it."""
+    made = Stage((Replica(tuple(devices), micro_batch),), (layers,), recompute, in_flight=in_flight)
+    return recomputing(made, amount) if amount else made
+
+
+# --- Recomputation ---------------------------------------------------------------------------------------------------
+
+# The least that a stage can recompute to save some memory is one number, its amount: of n layers, up to n are recomputed
+# pointwise, which costs next to nothing. From there on each layer more is recomputed in full, and all others pointwise.
+
+
+def recomputed(layers: int, amount: int) -> tuple[int, int, int, int]:
+    """How many of so many layers are under each mode, in the order of `RECOMPUTE`, at an amount of recomputation."""
+    full = max(0, amount - layers)
+    return max(0, layers - amount), min(amount, layers - full), 0, full
+
+
+def all_under(mode: str, layers: int) -> tuple[int, ...]:
+    """The same of layers that are all under one mode."""
+    return tuple([layers * (mode == one) for one in RECOMPUTE])
+
+
+def most_recomputation(layers: int) -> int:
+    """The amount at which all layers are recomputed in full."""
+    return 2 * layers
+
+
+def recomputing(stage: Stage, amount: int) -> Stage:
+    """The stage with an amount of recomputation."""
+    layers = stage.layer_count
+    if amount <= layers:
+        return stage.recomputing("pointwise", amount)
+    return stage.recomputing("full", amount - layers, "pointwise")
+
+
+def amount_of(stage: Stage) -> int:
+    """The amount of recomputation that saves as much memory as the stage's own, or more."""
+    counts = stage.recomputed()
+    return stage.layer_count + counts["full"] if counts["full"] else counts["pointwise"]
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
 
 
 def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> Plan:

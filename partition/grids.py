@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.batches import Pace, split_batch
-from partition.drafts import Draft, Settings, make_plan, stage
+from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
@@ -80,13 +80,13 @@ class Grids:
     def fitted(self, grid: Grid) -> tuple[float, Draft] | None:
         """The draft of a grid that recomputes as little as memory allows, and its price; None where it does not fit, or
         its program is too long to be simulated."""
-        full = self._recomputed(grid)
-        if full is None:
+        amounts = self._recomputed(grid)
+        if amounts is None:
             return None
-        draft = self._draft(grid, full)
+        draft = self._draft(grid, amounts)
         if instruction_estimate(make_plan(self._cluster, self._job, draft, grid.settings)) > MOST_INSTRUCTIONS:
             return None
-        return self._price_s(grid, full), draft
+        return self._price_s(grid, amounts), draft
 
     def _grids(self) -> Iterator[Grid]:
         """All grids of at least two pipelines."""
@@ -127,8 +127,8 @@ class Grids:
         gpu = self._cluster.device(devices[0]).gpu
         return s, share, id(gpu), gpu.memory_bytes
 
-    def _price_s(self, grid: Grid, full: dict[Looks, int]) -> float:
-        """Seconds of an iteration at best; see the head of this file. With how many layers are recomputed in full."""
+    def _price_s(self, grid: Grid, amounts: dict[Looks, int]) -> float:
+        """Seconds of an iteration at best; see the head of this file. With how much each stage recomputes."""
         cuts, number = self._cuts(grid), grid.micro_batches
         last = len(cuts) - 1
         stages_s = [0.0] * len(cuts)
@@ -137,7 +137,7 @@ class Grids:
             count, devices = cuts[s][1] - cuts[s][0], grid.pipelines[p][s]
             pieces = self._pricing.stage(devices, share, grid.settings)
             seconds = pieces.forward_s(count, s == 0, s == last)
-            seconds += pieces.backward_s(count, full.get(look, 0), s == 0, s == last)
+            seconds += pieces.backward_s(recomputed(count, amounts.get(look, 0)), s == 0, s == last)
             seconds *= self._with_fewer_experts(devices[0], len(devices), share, grid.settings.expert_parallel)
             stages_s[s] = max(stages_s[s], seconds + self._experts_s(grid, count))
         exchange_s = self._exchange_s(grid, cuts[0][1] - cuts[0][0])
@@ -181,15 +181,15 @@ class Grids:
         num_bytes = self._pricing.activation_bytes(grid.shares[0]) * model.experts.top_k / len(first)
         return 4 * layers * self._pricing.all_to_all_s(tuple([groups[0][0] for groups in grid.pipelines[:degree]]), num_bytes)
 
-    def _draft(self, grid: Grid, full: dict[Looks, int]) -> Draft:
-        """The draft of a grid of which so many layers of each stage are recomputed."""
+    def _draft(self, grid: Grid, amounts: dict[Looks, int]) -> Draft:
+        """The draft of a grid of which each stage recomputes so much."""
         cuts = self._cuts(grid)
         return tuple(
             Pipeline(
                 share,
                 grid.micro_batches,
                 tuple(
-                    stage(devices, cut, share, full=full[self._look(s, share, devices)])
+                    stage(devices, cut, share, amount=amounts[self._look(s, share, devices)])
                     for s, (devices, cut) in enumerate(zip(groups, cuts, strict=True))
                 ),
             )
@@ -197,10 +197,10 @@ class Grids:
         )
 
     def _recomputed(self, grid: Grid) -> dict[Looks, int] | None:
-        """The fewest layers of each stage that must be recomputed for it to fit; None where one never does."""
+        """The least that each stage must recompute to fit; None where one never does."""
         cuts = self._cuts(grid)
         few = {look: -1 for look in self._looks(grid)}  # too few; `enough` is enough
-        enough = {look: cuts[look[0]][1] - cuts[look[0]][0] for look in few}
+        enough = {look: most_recomputation(cuts[look[0]][1] - cuts[look[0]][0]) for look in few}
         if self._lacking(grid, enough):
             return None
         asked = dict.fromkeys(few, 0)
@@ -212,9 +212,9 @@ class Grids:
             asked = {look: (few[look] + enough[look]) // 2 if enough[look] - few[look] > 1 else enough[look] for look in few}
         return enough
 
-    def _lacking(self, grid: Grid, full: dict[Looks, int]) -> set[Looks]:
-        """The stages that do not fit with so many layers recomputed."""
-        plan = make_plan(self._cluster, self._job, self._draft(grid, full), grid.settings)
+    def _lacking(self, grid: Grid, amounts: dict[Looks, int]) -> set[Looks]:
+        """The stages that do not fit if they recompute so much."""
+        plan = make_plan(self._cluster, self._job, self._draft(grid, amounts), grid.settings)
         asked = {(p, look[0]): look for look, p in self._looks(grid).items()}
         found = set()
         for p, s, _, held in lane_parts(plan, self._cluster.stack):

@@ -74,6 +74,8 @@ class StageSeconds:
     """What full recomputation adds to the backward of each layer."""
     selective_s: float
     """What selective recomputation adds to it."""
+    pointwise_s: float
+    """What pointwise recomputation adds to it, in the weight half."""
     embedding_forward_s: float
     embedding_backward_s: float
     head_forward_s: float
@@ -89,15 +91,18 @@ class StageSeconds:
         ends_s = first * self.embedding_forward_s + last * self.head_forward_s
         return self.micro_batch_s + layers * self.layer_forward_s + ends_s
 
-    def backward_s(self, layers: int, recomputed: int, first: bool, last: bool, selective: int = 0) -> float:
-        """The backward pass of so many layers, some of them recomputed in full or selectively, and of the ends."""
+    def backward_s(self, counts: Iterable[int], first: bool, last: bool) -> float:
+        """The backward pass of so many layers in each mode of recomputation, in the order of `RECOMPUTE`, and of the ends."""
+        none, pointwise, selective, full = counts
         ends_s = first * self.embedding_backward_s + last * self.head_backward_s
-        again_s = recomputed * self.recompute_s + selective * self.selective_s
-        return self.micro_batch_s + layers * self.layer_backward_s + again_s + ends_s
+        again_s = pointwise * self.pointwise_s + selective * self.selective_s + full * self.recompute_s
+        return self.micro_batch_s + (none + pointwise + selective + full) * self.layer_backward_s + again_s + ends_s
 
-    def weight_s(self, layers: int, last: bool) -> float:
+    def weight_s(self, counts: Iterable[int], last: bool) -> float:
         """Of a backward in halves, the weight half."""
-        return layers * self.layer_weight_s + last * self.head_weight_s
+        none, pointwise, selective, full = counts
+        layers = none + pointwise + selective + full
+        return layers * self.layer_weight_s + pointwise * self.pointwise_s + last * self.head_weight_s
 
 
 @dataclass(frozen=True)
@@ -195,15 +200,18 @@ class Pricing:
         found = self._stages.get(key)
         if found is None:
             computed, collectives = self._computed(devices, micro_batch, settings)
-            forward, backward, selective, recompute, with_embedding, embedding_back, with_head, head_back, weight, weight_head = (
+            all_s = [
                 seconds + sum(self._collective_s(c, devices) for c in inside)
                 for seconds, inside in zip(computed, collectives, strict=True)
-            )
+            ]
+            forward, backward, pointwise, selective, recompute, *ends, weight, weight_head = all_s
+            with_embedding, embedding_back, with_head, head_back = ends
             made = StageSeconds(
                 layer_forward_s=forward,
                 layer_backward_s=backward,
                 recompute_s=recompute - backward,
                 selective_s=selective - backward,
+                pointwise_s=pointwise - backward,
                 embedding_forward_s=with_embedding - forward,
                 embedding_backward_s=embedding_back - backward,
                 head_forward_s=with_head - forward,
@@ -225,7 +233,7 @@ class Pricing:
         if found is None:
             model = replace(self.job.model, name="probe", layers=1)
             software = replace(self.cluster.stack, micro_batch_s=0.0)  # it comes once, and not for each layer
-            plain, selective, recomputing = (
+            plain, pointwise, selective, recomputing = (
                 ComputeCost(
                     Plan(
                         cluster=self.cluster.name,
@@ -250,6 +258,7 @@ class Pricing:
             asked = (
                 (plain, middle, forward),
                 (plain, middle, backward),
+                (pointwise, middle, backward),
                 (selective, middle, backward),
                 (recomputing, middle, backward),
                 (plain, first, forward),
@@ -358,11 +367,11 @@ class Pricing:
         deepest = len(pipeline.stages) - 1
         for s, part in enumerate(pipeline.stages):
             seconds = self.stage(part.replicas[0].devices, pipeline.micro_batch, settings)
-            counts = part.recomputed()
+            counts = part.recomputed().values()
             forward.append(seconds.forward_s(part.layer_count, s == 0, s == deepest))
-            backward.append(seconds.backward_s(part.layer_count, counts["full"], s == 0, s == deepest, counts["selective"]))
+            backward.append(seconds.backward_s(counts, s == 0, s == deepest))
             if settings.schedule == "split-1f1b":
-                weight.append(seconds.weight_s(part.layer_count, s == deepest))
+                weight.append(seconds.weight_s(counts, s == deepest))
         lanes = [part.replicas[0].devices for part in pipeline.stages]
         messages = tuple((self.message(a, b, settings), self.message(b, a, settings)) for a, b in pairwise(lanes))
         size = self.activation_bytes(pipeline.micro_batch)

@@ -8,13 +8,14 @@ stages. Answers are kept for the next one that is alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from partition.drafts import Draft, Settings, make_plan, stage, updated_parameters
+from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage, updated_parameters
 from sim.cost.memory import host_parameter_bytes, lane_parts
 from sim.spec.cluster import Cluster
+from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import held_by
@@ -39,30 +40,34 @@ class StageBytes:
     layer: float
     flight: float
     """For each micro-batch in flight, whatever the layers: what the embedding and the head keep."""
-    none: ModeBytes
-    selective: ModeBytes
-    full: ModeBytes
+    modes: tuple[ModeBytes, ...]
+    """In the order of `RECOMPUTE`."""
 
-    def total(self, in_flight: float, layers: int, recomputed: int, selective: int = 0) -> float:
-        """Bytes of a stage with so many layers, some of them recomputed in full, and so many micro-batches in flight."""
+    def total(self, in_flight: float, counts: Iterable[int]) -> float:
+        """Bytes of a stage with so many layers in each mode, in the order of `RECOMPUTE`, and so many micro-batches in flight."""
         kept = working = 0.0
-        counts = (layers - recomputed - selective, selective, recomputed)
-        for count, mode in zip(counts, (self.none, self.selective, self.full), strict=True):
+        layers = 0
+        for count, mode in zip(counts, self.modes, strict=True):
             if count:
+                layers += count
                 kept += count * mode.kept
                 working = max(working, mode.working)
         return self.fixed + layers * self.layer + in_flight * (self.flight + kept) + working
 
-    def fewest_recomputed(self, capacity_bytes: float, layers: int, in_flight: float) -> int | None:
-        """The fewest of the stage's layers that must be recomputed in full for it to fit, or None where it never does."""
-        if self.total(in_flight, layers, 0) <= capacity_bytes:
+    def least_recomputation(self, capacity_bytes: float, layers: int, in_flight: float) -> int | None:
+        """The least amount of recomputation (see `partition.drafts`) with which so many layers fit, or None if they never do."""
+
+        def fits(amount: int) -> bool:
+            return self.total(in_flight, recomputed(layers, amount)) <= capacity_bytes
+
+        if fits(0):
             return 0
-        if self.total(in_flight, layers, layers) > capacity_bytes:
+        few, enough = 0, most_recomputation(layers)  # `few` is too few, `enough` is enough
+        if not fits(enough):
             return None
-        few, enough = 0, layers  # `few` is too few, `enough` is enough
         while enough - few > 1:
             middle = (few + enough) // 2
-            if self.total(in_flight, layers, middle) <= capacity_bytes:
+            if fits(middle):
                 enough = middle
             else:
                 few = middle
@@ -82,10 +87,10 @@ class Room:
         for pipeline in draft:
             depth = len(pipeline.stages)
             for s, part in enumerate(pipeline.stages):
-                devices, counts = part.replicas[0].devices, part.recomputed()
+                devices, counts = part.replicas[0].devices, part.recomputed().values()
                 held = self.stage(len(draft), len(devices), pipeline.micro_batch, settings, s == 0, s == depth - 1)
                 flying = held_by(settings.schedule, pipeline, s)
-                if held.total(flying, part.layer_count, counts["full"], counts["selective"]) > self.capacity_bytes(devices):
+                if held.total(flying, counts) > self.capacity_bytes(devices):
                     return False
         return self.fits_hosts(draft, settings)
 
@@ -141,10 +146,10 @@ class Room:
         def totals(layers: int, in_flight: int, mode: str) -> list[int]:
             return self._totals(pipelines, degree, micro_batch, settings, depth, layers, in_flight, mode)
 
-        asked = ((1, "none"), (2, "none"), (1, "selective"), (1, "full"))
+        asked = ((1, "none"), (2, "none"), *((1, mode) for mode in RECOMPUTE[1:]))
         measured = [totals(layers, in_flight, mode) for layers, mode in asked for in_flight in (1, 2)]
         found = []
-        for one, one_twice, two, two_twice, selective, selective_twice, full, full_twice in zip(*measured, strict=True):
+        for one, one_twice, two, two_twice, *others in zip(*measured, strict=True):
             kept = (two_twice - two) - (one_twice - one)
             flight = (one_twice - one) - kept
             layer = (two - one) - kept
@@ -152,12 +157,12 @@ class Room:
             rest = one - layer - flight - kept
             working = [0.0]
             modes_kept = [float(kept)]
-            for once, twice in ((selective, selective_twice), (full, full_twice)):
+            for once, twice in zip(others[::2], others[1::2], strict=True):
                 modes_kept.append(twice - once - flight)
                 working.append(once - layer - flight - modes_kept[-1] - rest)
             least = min(working)
-            none, partly, whole = (ModeBytes(w - least, k) for w, k in zip(working, modes_kept, strict=True))
-            found.append(StageBytes(rest + least, layer, flight, none, partly, whole))
+            modes = tuple(ModeBytes(w - least, k) for w, k in zip(working, modes_kept, strict=True))
+            found.append(StageBytes(rest + least, layer, flight, modes))
         return found
 
     def _totals(

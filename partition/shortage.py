@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from partition.drafts import Draft, Settings, degrees, make_plan, stage
+from partition.drafts import Draft, Settings, all_under, degrees, make_plan, stage
 from partition.layers import even_split, ranges, split_layers
 from partition.room import Room
 from partition.search import lacking_bytes
@@ -128,7 +128,7 @@ def _groups(node: Node, job: Job, cap: int) -> list[Group]:
 
 def _holds_a_layer(room: Room, group: Group, settings: Settings) -> bool:
     """Whether the group has memory for a stage of one layer in the middle of a pipeline."""
-    return room.stage(1, len(group), 1, settings, False, False).total(1, 1, 1) <= room.capacity_bytes(group)
+    return room.stage(1, len(group), 1, settings, False, False).total(1, all_under("full", 1)) <= room.capacity_bytes(group)
 
 
 def _cut(job: Job, room: Room, order: Sequence[Group], settings: Settings) -> Draft | None:
@@ -137,7 +137,7 @@ def _cut(job: Job, room: Room, order: Sequence[Group], settings: Settings) -> Dr
     held = [room.stage(1, len(group), 1, settings, s == 0, s == depth - 1) for s, group in enumerate(order)]
     flying = [in_flight(settings.schedule, depth, s, job.global_batch) for s in range(depth)]
     have = [room.capacity_bytes(group) for group in order]
-    counts = split_layers(job.model.layers, depth, lambda s, count: held[s].total(flying[s], count, count) - have[s])
+    counts = split_layers(job.model.layers, depth, lambda s, count: held[s].total(flying[s], all_under("full", count)) - have[s])
     if counts is None:
         return None
     stages = tuple(stage(group, cut, 1, "full") for group, cut in zip(order, ranges(counts), strict=True))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.parameters import Section
 from runtime.tensor_parallel import (
     DeferredWeights,
+    Remade,
     TensorGroup,
     column_linear,
     cross_entropy_sum,
@@ -136,7 +137,8 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer. Its backward computes again, by `recompute`: "none", "selective" (the core of attention) or "full" (all)."""
+    """One layer. Its backward computes again, by `recompute`: "none", "pointwise" (what enters the matrices behind norms and the
+    activation), "selective" (the core of attention) or "full" (all)."""
 
     def __init__(
         self,
@@ -181,6 +183,8 @@ class Layer(nn.Module):
         # Chosen here, so that compiled layers that differ only in these share their graphs where they can.
         self._around_layer = _recomputed if recompute == "full" else _called
         self._around_core = _recomputed if recompute == "selective" else _called
+        self._remakes_norms = recompute == "pointwise"
+        self._remakes_activation = recompute == "pointwise" and t.activation != "relu"  # whose backward keeps its result
 
     def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
         """The residual stream behind the layer. `rotary_tables` and `window_mask` of the whole sequence are given."""
@@ -188,11 +192,14 @@ class Layer(nn.Module):
 
     def _layer(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
         group, deferred = self.group, self.deferred
-        qkv = column_linear(self.attention_norm(x_SBH), self.qkv_weight, self.qkv_bias, group, deferred)
+        again = Remade(self.attention_norm, x_SBH) if self._remakes_norms else None
+        qkv = column_linear(self.attention_norm(x_SBH), self.qkv_weight, self.qkv_bias, group, deferred, again)
         attended = self._attention(qkv, rotary, mask_SS)
         x_SBH = x_SBH + row_linear(attended, self.output_weight, self.output_bias, group, deferred)
-        wide = self.activation(column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred))
-        return x_SBH + row_linear(wide, self.down_weight, self.down_bias, group, deferred)
+        again = Remade(self.mlp_norm, x_SBH) if self._remakes_norms else None
+        wide = column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred, again)
+        again = Remade(self.activation, wide) if self._remakes_activation else None
+        return x_SBH + row_linear(self.activation(wide), self.down_weight, self.down_bias, group, deferred, again)
 
     def _attention(self, qkv: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
         """What the heads of this rank read, side by side in the last dimension."""

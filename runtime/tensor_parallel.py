@@ -156,8 +156,18 @@ class DeferredWeights:
                         self._accumulate(parameter, gradient)
 
 
+@dataclass(frozen=True)
+class Remade:
+    """How the input of a linear map comes of a tensor that is kept anyway, so that the backward can compute it again."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    base: torch.Tensor
+
+
 class _Linear(torch.autograd.Function):
     """x W^T + bias, or x W where W is stored `transposed`. With a `group`, x enters its divided region.
+
+    With `again`, x is that function of `base`, which is kept in its place until the weight's gradient needs x.
 
     Entering is: x is the same on all ranks and the ranks' gradients are summed; or, with sequence parallelism, x is gathered,
     again for the backward so that only this rank's rows are kept, and the gradients are summed and scattered. Both
@@ -173,8 +183,11 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         group: TensorGroup | None,
         deferred: DeferredWeights | None,
+        base: torch.Tensor | None,
+        again: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x_SBK)
+        ctx.save_for_backward(x_SBK if base is None else base)
+        ctx.again = again
         # Not saved through autograd: under a checkpoint what comes back of that is a copy, not the parameter to accumulate in.
         ctx.weight, ctx.bias, ctx.transposed, ctx.group, ctx.deferred = weight, bias_N, transposed, group, deferred
         if group is not None:
@@ -185,9 +198,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient_SBN = gradients[0]
         weight, bias_N, transposed, group = ctx.weight, ctx.bias, ctx.transposed, ctx.group
-        (x_SBK,) = (saved.detach() for saved in ctx.saved_tensors)
+        (kept,) = (saved.detach() for saved in ctx.saved_tensors)
+        again = ctx.again
 
         def gathered() -> Begun:
+            with torch.no_grad():
+                x_SBK = kept if again is None else again(kept)
             return (x_SBK, None) if group is None else _gather(x_SBK, group)
 
         def of_weights(begun: Begun | None = None) -> Gradients:
@@ -202,7 +218,7 @@ class _Linear(torch.autograd.Function):
             partial_SBK = gradient_SBN @ (weight.t() if transposed else weight)
             of_input = (partial_SBK, None) if group is None else _sum(partial_SBK, group)
         of_weight, of_bias = (None, None) if put_off else of_weights(begun)
-        return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None
+        return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None, None, None
 
 
 @_eager
@@ -213,9 +229,11 @@ def _linear(
     transposed: bool,
     group: TensorGroup | None,
     deferred: DeferredWeights | None,
+    remade: Remade | None,
 ) -> torch.Tensor:
-    y_SBN: torch.Tensor = _Linear.apply(x_SBK, weight, bias_N, transposed, group, deferred)  # type: ignore[no-untyped-call]
-    return y_SBN
+    base, again = (None, None) if remade is None else (remade.base.detach(), remade.function)
+    found: torch.Tensor = _Linear.apply(x_SBK, weight, bias_N, transposed, group, deferred, base, again)  # type: ignore[no-untyped-call]
+    return found
 
 
 def column_linear(
@@ -224,11 +242,15 @@ def column_linear(
     bias_N: torch.Tensor | None,
     group: TensorGroup,
     deferred: DeferredWeights | None = None,
+    remade: Remade | None = None,
 ) -> torch.Tensor:
-    """This rank's columns y_SBN of a linear map, whose matrix and bias are divided by its outputs: a divided region begins."""
-    if group.process_group is None and deferred is None:
+    """This rank's columns y_SBN of a linear map, whose matrix and bias are divided by its outputs: a divided region begins.
+
+    What its input is `remade` of is kept for the backward in place of the input.
+    """
+    if group.process_group is None and deferred is None and remade is None:
         return F.linear(x_SBK, weight_NK, bias_N)
-    return _linear(x_SBK, weight_NK, bias_N, False, None if group.process_group is None else group, deferred)
+    return _linear(x_SBK, weight_NK, bias_N, False, None if group.process_group is None else group, deferred, remade)
 
 
 def row_linear(
@@ -237,12 +259,16 @@ def row_linear(
     bias_N: torch.Tensor | None,
     group: TensorGroup,
     deferred: DeferredWeights | None = None,
+    remade: Remade | None = None,
 ) -> torch.Tensor:
     """The whole result y_SBN of a linear map, whose matrix is divided by its inputs and stored (in, out): a divided region ends.
 
-    With sequence parallelism this rank's rows of it. The bias is whole on every rank.
+    With sequence parallelism this rank's rows of it. The bias is whole on every rank. As for `remade`, see `column_linear`.
     """
-    y_SBN = F.linear(x_SBK, weight_KN.t()) if deferred is None else _linear(x_SBK, weight_KN, None, True, None, deferred)
+    if deferred is None and remade is None:
+        y_SBN = F.linear(x_SBK, weight_KN.t())
+    else:
+        y_SBN = _linear(x_SBK, weight_KN, None, True, None, deferred, remade)
     y_SBN = leave(y_SBN, group)
     return y_SBN if bias_N is None else y_SBN + bias_N
 

@@ -37,7 +37,7 @@ from runtime.tensor_parallel import DeferredWeights
 from runtime.testbed import device_places, find
 from runtime.watch import TrainingFailed, Watch
 from runtime.world import Connections, World, lane_ranks
-from sim.spec.counts import model_flop
+from sim.spec.counts import RECOMPUTE, model_flop
 from sim.spec.pace import read_pace
 from sim.spec.plan import LayerRange, Plan, Stage
 from sim.spec.program import Lane
@@ -50,11 +50,9 @@ Result = TypeVar("Result")
 
 
 def recompute_modes(stage: Stage, layers: LayerRange) -> list[str]:
-    """The recompute mode of each layer of a range; where a stage recomputes only some, these are its first ones."""
-    held = [layer for start, stop in sorted(stage.layers) for layer in range(start, stop)]
-    count = stage.recompute_layers
-    modes = [stage.recompute if count is None or i < count else "none" for i in range(len(held))]
-    return [mode for layer, mode in zip(held, modes, strict=True) if layers[0] <= layer < layers[1]]
+    """The recompute mode of each layer of a range."""
+    counts = stage.recomputed_within(layers)
+    return [mode for mode in reversed(RECOMPUTE) for _ in range(counts[mode])]
 
 
 def model_parts(lane: Lane) -> list[LayerRange]:

@@ -23,6 +23,7 @@ from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
     BackwardInput,
+    BackwardWeight,
     Collective,
     Forward,
     GatherParameters,
@@ -291,7 +292,7 @@ class _Walk:
         host_s = min(whole_s, blocked_s)
         work_s = min(whole_s - host_s, taken.seconds - blocked_s) if exposed else whole_s - host_s
         again = 0.0
-        if isinstance(instruction, (Backward, BackwardInput)) and self._cost.seconds(lane, instruction) > 0:
+        if isinstance(instruction, (Backward, BackwardInput, BackwardWeight)) and self._cost.seconds(lane, instruction) > 0:
             again = 1 - self._bare.seconds(lane, instruction) / self._cost.seconds(lane, instruction)
         parts = [
             (start_s + again * work_s, RECOMPUTE, name, activity),
@@ -376,8 +377,5 @@ def _queue(instruction: Instruction) -> object | None:
 
 def _without_recompute(plan: Plan) -> Plan:
     """The plan with every recomputation off."""
-    pipelines = tuple(
-        replace(p, stages=tuple(replace(stage, recompute="none", recompute_layers=None) for stage in p.stages))
-        for p in plan.pipelines
-    )
+    pipelines = tuple(replace(p, stages=tuple(stage.recomputing("none") for stage in p.stages)) for p in plan.pipelines)
     return replace(plan, pipelines=pipelines)

@@ -291,7 +291,7 @@ def _built_alike(plan: Plan, lanes: Sequence[Lane]) -> dict[str, str]:
     def build(lane: Lane) -> Hashable:
         own = replace(lane, name="", pipeline=0, devices=(), previous=(), next=(), instructions=())
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
-        said = stage.recompute, stage.recompute_layers, stage.in_flight
+        said = stage.recompute, stage.recompute_layers, stage.recompute_rest, stage.in_flight
         return own, len(lane.devices), said, edges(lane.previous), edges(lane.next)
 
     first: dict[Hashable, list[Lane]] = {}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
+from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import COUNTED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import Transformer
@@ -109,10 +110,11 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
                 replicas.append(tuple(left[:degree]))
                 left = left[degree:]
             shares = draw(_shares(micro_batch, len(replicas)))
-            mode = draw(st.sampled_from(("none", "selective", "full")))
+            mode = draw(st.sampled_from(RECOMPUTE))
             held = sum(stop - start for start, stop in layers)
-            full = draw(st.none() | st.integers(0, held)) if mode == "full" else None
-            stages.append(Stage(tuple(map(Replica, replicas, shares)), layers, mode, full))
+            some = draw(st.none() | st.integers(0, held)) if mode != "none" else None
+            rest = "none" if some is None else draw(st.sampled_from(RECOMPUTE[: RECOMPUTE.index(mode)]))
+            stages.append(Stage(tuple(map(Replica, replicas, shares)), layers, mode, some, rest))
         pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
     if schedule in COUNTED_SCHEDULES and zero_stage < 2 and draw(st.booleans()):
         pipelines = [pipeline.holding(draw(in_flight(pipeline))) for pipeline in pipelines]

@@ -32,7 +32,7 @@ from experiments.sweep import Label, Run, given
 from experiments.sweep_files import with_bandwidth
 from partition.assembly import Assembly, Groups
 from partition.batches import Pace, split_batch
-from partition.drafts import Settings, make_plan, settings_of, stage
+from partition.drafts import Settings, make_plan, most_recomputation, settings_of, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import shapes
 from partition.pricing import Pricing
@@ -299,8 +299,9 @@ class _Dealer:
             held = self._room.stage(pipelines, len(devices), micro_batch, settings, s == 0, s == last)
             own = None if in_flight is None else in_flight[s]
             flying = held_at(settings.schedule, len(groups), s, count) if own is None else min(own, count)
-            full = held.fewest_recomputed(self._room.capacity_bytes(devices), cut[s], flying)
-            stages.append(stage(devices, layers, micro_batch, full=cut[s] if full is None else full, in_flight=own))
+            amount = held.least_recomputation(self._room.capacity_bytes(devices), cut[s], flying)
+            amount = most_recomputation(cut[s]) if amount is None else amount
+            stages.append(stage(devices, layers, micro_batch, amount=amount, in_flight=own))
         return tuple(stages)
 
 

@@ -35,7 +35,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from partition.drafts import Draft, Settings, fits_heads, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import Draft, Settings, all_under, fits_heads, judge_in_order, reject, stage, usable_nodes
 from partition.graph import DeviceGraph
 from partition.layers import ranges
 from partition.pricing import Devices, Pricing
@@ -176,9 +176,8 @@ class CostModel:
             for s, devices in enumerate(groups):
                 part = self.pricing.stage(devices, micro_batch, SETTINGS)
                 for count in (0, 1):
-                    again = count if recompute == "full" else 0
                     ends[d, s, count] = part.forward_s(count, s == 0, s == deepest)
-                    ends[d, s, count] += part.backward_s(count, again, s == 0, s == deepest)
+                    ends[d, s, count] += part.backward_s(all_under(recompute, count), s == 0, s == deepest)
         found: NDArray[np.float64] = ends[:, :, :1] + (ends[:, :, 1:] - ends[:, :, :1]) * np.arange(layers + 1)
         found[:, :, 0] = np.inf
         return found
@@ -191,7 +190,7 @@ class CostModel:
         capacity_bytes = float(min(self.room.capacity_bytes(groups[s]) for groups in grid))
 
         def total(count: int) -> float:
-            return held.total(flying, count, count if recompute == "full" else 0)
+            return held.total(flying, all_under(recompute, count))
 
         return max(0, bisect_right(range(self.job.model.layers + 1), capacity_bytes, key=total) - 1)
 

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import GRANULARITIES, SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.planners.megatron import MICRO_BATCHES, parts
 from partition.pricing import Pricing
@@ -39,7 +39,7 @@ from partition.room import Room
 from partition.search import Search, register
 from sim.cost.collectives import across_lanes
 from sim.spec.cluster import Node
-from sim.spec.counts import PRECISION_BYTES, RECOMPUTE, layer_parameters
+from sim.spec.counts import PRECISION_BYTES, layer_parameters
 from sim.spec.plan import Pipeline
 
 ALPHAS = (1.0, 1.05, 1.1)
@@ -179,7 +179,7 @@ class HolmesPlans:
         """The plan with the least recomputation that fits."""
         data = len(stages[0])
         passes = self.job.global_batch // (data * micro_batch)
-        for recompute in RECOMPUTE:
+        for recompute in GRANULARITIES:
             draft = tuple(
                 Pipeline(
                     micro_batch,

@@ -18,13 +18,12 @@ from itertools import product
 from math import gcd
 
 from partition.assembly import Groups
-from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import GRANULARITIES, SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search, register
 from sim.spec.cluster import Node
-from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 
@@ -90,7 +89,7 @@ def _grid(job: Job, pipelines: Sequence[Groups]) -> Iterator[tuple[Draft, Settin
     data, tensor = len(pipelines), len(pipelines[0][0])
     cuts = ranges(even_split(job.model.layers, len(pipelines[0])))
     parallel = tensor > 1 and job.sequence_length % tensor == 0
-    for micro_batch, recompute, zero_stage in product(MICRO_BATCHES, RECOMPUTE, ZERO_STAGES if data > 1 else ZERO_STAGES[:1]):
+    for micro_batch, recompute, zero_stage in product(MICRO_BATCHES, GRANULARITIES, ZERO_STAGES if data > 1 else ZERO_STAGES[:1]):
         if job.global_batch % (data * micro_batch):
             continue
         draft = []

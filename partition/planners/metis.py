@@ -32,10 +32,12 @@ from itertools import groupby, islice, pairwise, permutations
 
 from partition.drafts import (
     FEWEST_JUDGED,
+    GRANULARITIES,
     JUDGED_WORK,
     SLACK,
     Draft,
     Settings,
+    all_under,
     fits_heads,
     judge_in_order,
     make_plan,
@@ -50,7 +52,7 @@ from partition.room import Room
 from partition.search import Search, register
 from sim.cost.estimate import estimation
 from sim.spec.cluster import Node
-from sim.spec.counts import PRECISION_BYTES, RECOMPUTE, embedding_parameters, head_parameters, layer_parameters
+from sim.spec.counts import PRECISION_BYTES, embedding_parameters, head_parameters, layer_parameters
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline, Replica, Stage
 from sim.spec.schedules import in_flight
@@ -289,7 +291,7 @@ class _Metis:
 
     def _try(self, number: int, groups: tuple[int, ...], size: int) -> None:
         """Adds the candidates of a cut: from data to tensor parallelism, under each mode, until memory does not bind."""
-        for mode in RECOMPUTE:
+        for mode in GRANULARITIES:
             if not self._ways(number, groups, size, mode):
                 return  # recomputing more only takes longer
 
@@ -388,10 +390,10 @@ class _Metis:
             pieces = self.pricing.stage(_devices(node, degree), sequences, self.settings)
             held = held_bytes(self.room, replicas, degree, sequences, self.settings, first, last)
             for n in range(1, most + 1):
-                full, selective = n * (mode == "full"), n * (mode == "selective")
-                takes_s = pieces.forward_s(n, first, last) + pieces.backward_s(n, full, first, last, selective)
+                counts = all_under(mode, n)
+                takes_s = pieces.forward_s(n, first, last) + pieces.backward_s(counts, first, last)
                 seconds[n] = max(seconds[n], takes_s)
-                room[n] = min(room[n], 1 - held.total(flying, n, full, selective) / node.gpu.memory_bytes)
+                room[n] = min(room[n], 1 - held.total(flying, counts) / node.gpu.memory_bytes)
         return Table(tuple(seconds), tuple(room))
 
     # --- The estimate ---

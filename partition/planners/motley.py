@@ -60,9 +60,12 @@ from partition.drafts import (
     SLACK,
     Draft,
     Settings,
+    amount_of,
     degrees,
     fits_heads,
     make_plan,
+    most_recomputation,
+    recomputing,
     reject,
     rescheduled,
     simulation_work,
@@ -1389,7 +1392,7 @@ class _Hunt:
                 if self.charges.any and stages[giver].recompute != "none":  # to wait may be cheaper than to compute again
                     for p in members:
                         own = made[p].stages
-                        made[p] = replace(made[p], stages=(*own[:giver], _with_full(own[giver], 0), *own[giver + 1 :]))
+                        made[p] = replace(made[p], stages=(*own[:giver], recomputing(own[giver], 0), *own[giver + 1 :]))
                     yield tuple(made)
             for n in range(len(stages)):
                 for changed in _recomputed(stages[n]):
@@ -1413,27 +1416,27 @@ class _Hunt:
                     made[p] = replace(draft[p], micro_batches=draft[p].micro_batches - 1)
                     made[q] = replace(draft[q], micro_batches=draft[q].micro_batches + 1)
                     yield tuple(made)
-            yield from self._with_other_micro_batches(draft, ones)
+            yield from self._with_other_micro_batches(draft, ones, settings)
 
     def _fitted(self, pipeline: Pipeline, which: Iterable[int], copies: int, settings: Settings) -> Pipeline:
-        """One of so many pipelines, some of whose stages recompute the fewest layers with which they fit, if they ever do."""
+        """One of so many pipelines, some of whose stages recompute as little as they must to fit, if they ever do."""
         stages, last = list(pipeline.stages), len(pipeline.stages) - 1
         for s in which if settings.zero_stage < 2 else ():  # of others `Room` knows nothing
             devices, layers = stages[s].replicas[0].devices, stages[s].layer_count
             held = self.room.stage(copies, len(devices), pipeline.micro_batch, settings, s == 0, s == last)
             flying = held_by(settings.schedule, pipeline, s)
-            full = held.fewest_recomputed(self.room.capacity_bytes(devices), layers, flying)
-            if full is not None:
-                stages[s] = _with_full(stages[s], full)
+            amount = held.least_recomputation(self.room.capacity_bytes(devices), layers, flying)
+            if amount is not None:
+                stages[s] = recomputing(stages[s], amount)
         return replace(pipeline, stages=tuple(stages))
 
-    def _with_other_micro_batches(self, draft: Draft, members: Sequence[int]) -> Iterator[Draft]:
+    def _with_other_micro_batches(self, draft: Draft, members: Sequence[int], settings: Settings) -> Iterator[Draft]:
         """The draft with the same sequences of some pipelines in micro-batches of another size, recomputed as memory asks for."""
         totals, own = {draft[p].micro_batch * draft[p].micro_batches for p in members}, draft[members[0]].micro_batch
         for size in sorted({*range(1, MOST_SIZES + 1), *micro_batches(self.job, own)}):
             if size == own or any(total % size for total in totals):
                 continue
-            for mode in ("none", "full"):
+            for mode in ("none",) if settings.zero_stage < 2 else ("none", "full"):
                 made = list(draft)
                 for p in members:
                     stages = tuple(
@@ -1441,7 +1444,7 @@ class _Hunt:
                         for part in draft[p].stages
                     )
                     total = draft[p].micro_batch * draft[p].micro_batches
-                    made[p] = Pipeline(size, total // size, stages)
+                    made[p] = self._fitted(Pipeline(size, total // size, stages), range(len(stages)), len(draft), settings)
                 yield tuple(made)
 
 
@@ -1480,9 +1483,9 @@ def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage
     counts[taker] += 1
     made, start = [], 0
     for part, count in zip(stages, counts, strict=True):
-        held = part.recomputed()["full"]
-        full = count if held == part.layer_count else min(held, count)
-        made.append(_with_full(replace(part, layers=((start, start + count),)), full))
+        amount, most = amount_of(part), most_recomputation(count)
+        whole = amount == most_recomputation(part.layer_count)
+        made.append(recomputing(replace(part, layers=((start, start + count),)), most if whole else min(amount, most)))
         start += count
     return tuple(made)
 
@@ -1496,19 +1499,12 @@ def _held_otherwise(in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _recomputed(stage: Stage) -> Iterator[Stage]:
-    """The stage with one layer more, or fewer, that is recomputed in full."""
-    held = stage.recomputed()["full"]
-    for full in (held - 1, held + 1):
-        if 0 <= full <= stage.layer_count:
-            yield _with_full(stage, full)
-
-
-def _with_full(stage: Stage, full: int) -> Stage:
-    """The stage with so many layers recomputed in full."""
-    mode = "none" if full == 0 else "full"
-    return replace(stage, recompute=mode, recompute_layers=None if full in (0, stage.layer_count) else full)
+    """The stage with recomputation of one layer more, or fewer."""
+    for amount in (amount_of(stage) - 1, amount_of(stage) + 1):
+        if 0 <= amount <= most_recomputation(stage.layer_count):
+            yield recomputing(stage, amount)
 
 
 def _like(stage: Stage, other: Stage) -> Stage:
     """The stage with what another one recomputes."""
-    return _with_full(stage, other.recomputed()["full"])
+    return recomputing(stage, amount_of(other))

@@ -40,7 +40,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from partition.drafts import Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import Draft, Settings, all_under, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.planners.megatron import MICRO_BATCHES, parts
 from partition.pricing import Pricing
@@ -151,17 +151,21 @@ class Grid:
         layers = [stop - start for start, stop in self.cuts]
         self.need_bytes, stage_s = [], []
         for s, held in enumerate(layers):
-            first, last, again = s == 0, s == pipeline - 1, held if recompute == "full" else 0
+            first, last, counts = s == 0, s == pipeline - 1, all_under(recompute, held)
             # Without ZeRO a stage of two replicas takes as much as one of many.
             bytes_of = room.stage(min(self.data, 2), len(workers.devices[0]), micro_batch, SETTINGS, first, last)
             flying = in_flight(SETTINGS.schedule, pipeline, s, self.micro_batches)
-            self.need_bytes.append(bytes_of.total(flying, held, again))
+            self.need_bytes.append(bytes_of.total(flying, counts))
 
             def took_s(
-                names: tuple[str, ...], held: int = held, again: int = again, first: bool = first, last: bool = last
+                names: tuple[str, ...],
+                held: int = held,
+                counts: tuple[int, ...] = counts,
+                first: bool = first,
+                last: bool = last,
             ) -> float:
                 seconds = pricing.stage(names, micro_batch, SETTINGS)
-                return seconds.forward_s(held, first, last) + seconds.backward_s(held, again, first, last)
+                return seconds.forward_s(held, first, last) + seconds.backward_s(counts, first, last)
 
             stage_s.append(workers.seconds(took_s))
         self._stage_s = np.array(stage_s)  # [stage, worker]

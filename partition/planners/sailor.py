@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import NamedTuple, TypeAlias
 
-from partition.drafts import SLACK, Draft, Settings, degrees, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import SLACK, Draft, Settings, all_under, degrees, judge_in_order, reject, stage, usable_nodes
 from partition.layers import even_split, ranges
 from partition.pricing import Pricing
 from partition.room import Room, StageBytes
@@ -519,10 +519,9 @@ class _Sailor:
 
     def _least(self, k: int, part: Part, flying: float, data: int, micro_batch: int, mode: str) -> int:
         """The least degree with which a stage fits on a pool, or 0."""
-        full, selective = part.layers * (mode == "full"), part.layers * (mode == "selective")
         for degree in self.degrees[k]:
             held = held_bytes(self.room, data, degree, micro_batch, self.settings, part.first, part.last)
-            if held.total(flying, part.layers, full, selective) <= self.pools[k].node.gpu.memory_bytes:
+            if held.total(flying, all_under(mode, part.layers)) <= self.pools[k].node.gpu.memory_bytes:
                 return degree
         return 0
 
@@ -536,8 +535,7 @@ class _Sailor:
             devices = tuple(f"{self.pools[k].node.name}/{index}" for index in range(degree))
             pieces = self.pricing.stage(devices, micro_batch, self.settings)
             n, ends = part.layers, (part.first, part.last)
-            backward_s = pieces.backward_s(n, n * (mode == "full"), *ends, n * (mode == "selective"))
-            found = self._seconds[key] = pieces.forward_s(n, *ends) + backward_s
+            found = self._seconds[key] = pieces.forward_s(n, *ends) + pieces.backward_s(all_under(mode, n), *ends)
         return found
 
     def _exchange_s(self, k: int, degree: int, part: Part, data: int) -> float:

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from partition.drafts import SLACK, Draft, Settings, judge_in_order, reject, stage, usable_nodes
+from partition.drafts import SLACK, Draft, Settings, all_under, judge_in_order, reject, stage, usable_nodes
 from partition.layers import ranges, split_layers
 from partition.pricing import Pricing
 from partition.room import Room
@@ -144,7 +144,10 @@ class Morphing:
         part = self.pricing.stage((configuration.profiled,), configuration.micro_batch, SETTINGS)
         last = len(configuration.layers) - 1
         return [
-            (part.forward_s(count, s == 0, s == last), part.backward_s(count, 0 if s == last else count, s == 0, s == last))
+            (
+                part.forward_s(count, s == 0, s == last),
+                part.backward_s(all_under("none" if s == last else "full", count), s == 0, s == last),
+            )
             for s, count in enumerate(configuration.layers)
         ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sim.cost.memory import OPTIMIZER_STATES, Holders, count_holders
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of, slowest
@@ -101,6 +102,17 @@ def _add(tally: _Tally, kind: str, num_bytes: float, count: int, group: str = "t
 HOST_EXPONENT = 3
 """How sharply the longer of GPU and host decides: without limit it would be the maximum, at 1 the sum. Of 2, 3 and no limit the
 one that errs least on vTrain's 431 runs (arXiv:2312.12391), half of them held out."""
+
+
+class _Inside(NamedTuple):
+    """Of a part of a lane: its layers, those that are recomputed in full, selectively and pointwise, and its ends."""
+
+    layers: int
+    full: int
+    selective: int
+    pointwise: int
+    embedding: bool
+    head: bool
 
 
 class ComputeCost:
@@ -231,22 +243,13 @@ class ComputeCost:
             kinds = [at_speed(given[kind.name], kind.speed) if kind.name in given else kind for kind in kinds]
         return tuple({id(kind): kind for kind in kinds}.values())
 
-    def _inside(self, lane: Lane, layers: LayerRange) -> tuple[int, int, int, bool, bool]:
-        """Of a part of a lane: its layers, how many of them recompute in full and how many selectively, and its ends."""
+    def _inside(self, lane: Lane, layers: LayerRange) -> _Inside:
+        """Of a part of a lane: its layers, how many of them are under each recompute mode, and its ends."""
         start, stop = layers
-        stage = self.plan.pipelines[lane.pipeline].stages[lane.stage]
-        count, full, selective = stop - start, 0, 0
-        if stage.recompute == "selective":
-            selective = count
-        elif stage.recompute == "full":
-            left = stage.recomputed()["full"]  # the first of the stage's layers, in layer order
-            for a, b in sorted(stage.layers):
-                within = min(b - a, left)
-                full += max(0, min(stop, a + within) - max(start, a))
-                left -= within
+        again = self.plan.pipelines[lane.pipeline].stages[lane.stage].recomputed_within(layers)
         embedding = lane.embedding and start == 0
         head = lane.head and stop == self.plan.transformer.layers
-        return count, full, selective, embedding, head
+        return _Inside(stop - start, again["full"], again["selective"], again["pointwise"], embedding, head)
 
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
@@ -274,7 +277,7 @@ class ComputeCost:
 
     def _device_and_host_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """See `_both_s`."""
-        count, full, selective, embedding, head = self._inside(lane, instruction.layers)
+        count, full, selective, pointwise, embedding, head = self._inside(lane, instruction.layers)
         pieces, stack = list(zip((count, embedding, head), self.pieces(lane), strict=True)), self.stack
         layer = pieces[0][1]
         seconds, kernels = 0.0, 0
@@ -288,7 +291,9 @@ class ComputeCost:
             kernels += full * layer.forward_kernels + selective * layer.attention_kernels
         if isinstance(instruction, (Backward, BackwardWeight)):
             seconds += sum(times * piece.backward_weight_s for times, piece in pieces)
+            seconds += pointwise * layer.pointwise_s  # only the gradients of matrices need what it brings back
             kernels += sum(times * piece.backward_weight_kernels for times, piece in pieces)
+            kernels += pointwise * layer.pointwise_kernels
         if _beside_exchange(lane, instruction):
             seconds *= 1 + stack.overlap_slowdown
         if stack.host_s == stack.tensor_host_s == 0:
@@ -304,7 +309,7 @@ class ComputeCost:
         """Seconds of attention in an instruction, recomputed attention included."""
         if not isinstance(instruction, (Forward, Backward, BackwardInput)):
             return 0.0
-        count, full, selective, _, _ = self._inside(lane, instruction.layers)
+        count, full, selective, _, _, _ = self._inside(lane, instruction.layers)
         layer = self.pieces(lane)[0]
         if isinstance(instruction, Forward):
             return count * layer.attention_s
@@ -340,7 +345,7 @@ class ComputeCost:
         if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
             raise TypeError(f"no collectives for {instruction!r}")
         plan, model = self.plan, self.plan.transformer
-        count, full, selective, embedding, head = self._inside(lane, instruction.layers)
+        count, full, selective, _, embedding, head = self._inside(lane, instruction.layers)
         share, degree = lane.sequences[1] - lane.sequences[0], lane.tensor_parallel
         tokens, element_bytes = share * plan.sequence_length // plan.context_parallel, PRECISION_BYTES[plan.precision]
         inside = boundary_bytes(model, share, plan.sequence_length, element_bytes) // plan.context_parallel

@@ -83,8 +83,6 @@ MOST_PIPELINES = 2**16
 """Of so many pipelines the rows of numbers are kept; then all are forgotten."""
 
 Pass: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
-RECOMPUTING = (Backward, BackwardInput)
-"""Passes before which what was not kept is computed again."""
 
 _End: TypeAlias = tuple[int, tuple[tuple[int, float], ...], float, float]
 """A device and the links of a path that it decides, with their weights; latency of the path, and of a step over it."""
@@ -537,12 +535,14 @@ class _Look(NamedTuple):
     ends: int
     """1 for the embedding and 2 for the head, or their sum."""
     layers: int
-    selective: int
     full: int
+    """Layers that are recomputed in full, which come first, then selectively, then pointwise."""
+    selective: int
+    pointwise: int
 
 
-_Key: TypeAlias = tuple[int, int, int, int, str, int | None]
-"""The same with the recomputation as a stage says it: alike, share, ends, layers, mode, layers in that mode."""
+_Key: TypeAlias = tuple[int, int, int, int, str, int | None, str]
+"""The same with the recomputation as a stage says it: alike, share, ends, layers, mode, layers in that mode, mode of the rest."""
 
 
 def _has_neighbours(stage: Stage) -> bool:
@@ -616,7 +616,7 @@ class _Settings:
         self._steps_of: dict[int, int] = {}
         self._convex = stack.host_s == stack.tensor_host_s == 0
         """Whether seconds are sums and maxima of what grows in proportion; a host that is waited for adds otherwise."""
-        self._planes: dict[object, tuple[float, float, float] | None] = {}
+        self._planes: dict[object, tuple[float, ...] | None] = {}
 
     def tables(self) -> Any:
         """The tables, as the compiled arithmetic takes them."""
@@ -693,7 +693,8 @@ class _Settings:
             if group is None:
                 group = self._groups.add(devices)
             end = (place == 0) + 2 * (place == depth - 1)
-            key = alike[group], share, end, stop - start, stage.recompute, stage.recompute_layers
+            again = stage.recompute, stage.recompute_layers, stage.recompute_rest
+            key = alike[group], share, end, stop - start, *again
             look = known.get(key, UNKNOWN)
             if look == UNKNOWN:
                 look = known[key] = self._add(key, stage)
@@ -743,7 +744,8 @@ class _Settings:
                     if group is None:
                         group = self._groups.add(replica.devices)
                     alike = self._groups.alike[group]
-                    key = alike, replica.sequences, end, stop - start, stage.recompute, stage.recompute_layers
+                    again = stage.recompute, stage.recompute_layers, stage.recompute_rest
+                    key = alike, replica.sequences, end, stop - start, *again
                     look = self._known.get(key, UNKNOWN)
                     if look == UNKNOWN:
                         look = self._known[key] = self._add(key, stage)
@@ -787,7 +789,7 @@ class _Settings:
         """The number of a look that is new."""
         alike, share, ends, layers, *_ = key
         counts = stage.recomputed()
-        look = _Look(alike, share, ends, layers, counts["selective"], counts["full"])
+        look = _Look(alike, share, ends, layers, counts["full"], counts["selective"], counts["pointwise"])
         rules = self._rules
         degree = len(self._groups.alike_names[look.alike])
         row = [0.0] * self._compiled.LOOK_COLUMNS
@@ -799,7 +801,8 @@ class _Settings:
                 in_flight=1,
                 embedding_in_flight=1 if embedding else 0,
                 head_in_flight=0,
-                none=look.layers - look.selective - look.full,
+                none=look.layers - look.full - look.selective - look.pointwise,
+                pointwise=look.pointwise,
                 selective=look.selective,
                 full=look.full,
                 embedding=embedding,
@@ -849,40 +852,40 @@ class _Settings:
     def _whole_s(self, look: _Look, kind: type[Pass], waits: bool = False) -> float:
         """Seconds of a forward or backward, or of a half of one, of all layers of a stage, or of the collectives it `waits` for.
 
-        Of one mode they are a convex function of the layers and of those recomputed in full: maxima of sums that grow in
-        proportion. Where it is on a plane at its corners and somewhere inside, it is that plane and is not asked again.
+        They are a convex function of the layers and of those in each mode: maxima of sums that grow in proportion. Where it is
+        on a plane at its corners and somewhere inside, it is that plane and is not asked again.
         """
         if not self._convex or self._model.layers < 4 or look.layers == 0 or look.ends == 3:
             return self._work_s(look, kind, (0, look.layers), waits)
-        selective = kind in RECOMPUTING and look.selective > 0
-        key = look.alike, look.share, look.ends, kind, selective, waits
+        key = look.alike, look.share, look.ends, kind, waits
         if key not in self._planes:
-            self._planes[key] = self._plane(look, kind, selective, waits)
+            self._planes[key] = self._plane(look, kind, waits)
         plane = self._planes[key]
         if plane is None:
             return self._work_s(look, kind, (0, look.layers), waits)
-        full = look.full if kind in RECOMPUTING else 0
-        return plane[0] + look.layers * plane[1] + full * plane[2]
+        once, each, full, selective, pointwise = plane
+        return once + look.layers * each + look.full * full + look.selective * selective + look.pointwise * pointwise
 
-    def _plane(self, look: _Look, kind: type[Pass], selective: bool, waits: bool) -> tuple[float, float, float] | None:
-        """Seconds without layers, for each layer, and for each recomputed in full; None where they do not grow so."""
+    def _plane(self, look: _Look, kind: type[Pass], waits: bool) -> tuple[float, ...] | None:
+        """Seconds without layers, for each layer, and for each in each mode; None where they do not grow so."""
 
-        def seconds(layers: int, full: int) -> float:
-            probe = look._replace(layers=layers, selective=layers if selective else 0, full=full)
-            return self._work_s(probe, kind, (0, layers), waits)
+        def seconds(layers: int, *counts: int) -> float:
+            return self._work_s(_Look(look.alike, look.share, look.ends, layers, *counts), kind, (0, layers), waits)
 
-        n = self._model.layers
-        least, most = seconds(1, 0), seconds(n, 0)
+        n, none = self._model.layers, (0, 0, 0)
+        least, most = seconds(1, *none), seconds(n, *none)
         each = (most - least) / (n - 1)
-        again = 0.0 if kind not in RECOMPUTING or selective else (seconds(n, n) - most) / n
-        half = n // 2
-        for layers, full in ((half, 0), (half, half // 2), (1, 1)):
-            if full and not again:
-                continue
-            expected = least + (layers - 1) * each + full * again
-            if abs(seconds(layers, full) - expected) > 1e-12 * most:
+        half, quarter = n // 2, n // 4
+        modes = ((1, 0, 0), (0, 1, 0), (0, 0, 1)) if kind is not Forward else ()
+        again = [(seconds(n, *(n * one for one in mode)) - most) / n for mode in modes] or [0.0] * len(none)
+        asked = [(half, none), *((half, tuple(quarter * one for one in mode)) for mode in modes), *((1, mode) for mode in modes)]
+        if modes:
+            asked.append((half, (quarter, 0, half - quarter)))
+        for layers, counts in asked:
+            expected = least + (layers - 1) * each + sum(n * s for n, s in zip(counts, again, strict=True))
+            if abs(seconds(layers, *counts) - expected) > 1e-12 * most:
                 return None
-        return least - each, each, again
+        return least - each, each, *again
 
     def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, waits: bool = False) -> float:
         """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives, or of those that
@@ -891,7 +894,7 @@ class _Settings:
         They are alone on their links. What `ComputeCost.shape` says decides them is the key under which they are kept.
         """
         a, b = part
-        inside = (b - a if look.selective else 0, max(0, min(b, look.full) - a)) if kind in RECOMPUTING else (0, 0)
+        inside = _within(look, part) if kind is not Forward else ()
         embedding, head, beside = look.ends & 1 and a == 0, look.ends & 2 and b == look.layers, b < look.layers
         key = (look.alike, look.share, look.ends == 3, kind, b - a, inside, embedding, head, a == 0, beside)
         seconds = self._works.get(key)
@@ -919,8 +922,7 @@ class _Settings:
             layers, others = (n - held, n), ((0, n - held),)
         else:
             layers, others = (0, held), ((0, 0), (held, n))
-        mode = "full" if look.full else "selective" if look.selective else "none"
-        stages = [Stage((Replica(names, share),), (layers,), mode, look.full or None)]
+        stages = [_as_said(Stage((Replica(names, share),), (layers,)), look)]
         stages += [Stage((Replica((f"other/{i}",), share),), (other,)) for i, other in enumerate(others)]
         plan = replace(self._plan, pipelines=(Pipeline(share, 1, tuple(stages)),), global_batch=share)
         if len(self._alones) >= MOST_ALONES:
@@ -933,7 +935,7 @@ class _Settings:
         number = self._steps_of.get(look.alike)
         if number is None:
             names, n = self._groups.alike_names[look.alike], self._model.layers
-            cost, _ = self._alone(look._replace(layers=n, ends=3, selective=0, full=0))
+            cost, _ = self._alone(look._replace(layers=n, ends=3, full=0, selective=0, pointwise=0))
             devices = [self._cluster.device(name) for name in names]
             of_one = {(one.gpu, host_of(one.node)): (one.name,) * len(names) for one in devices}
             for same in of_one.values():
@@ -962,15 +964,35 @@ class _Settings:
     def _each_part_s(self, look: _Look, parts: tuple[LayerRange, ...], kind: type[Pass]) -> list[float]:
         """Seconds of each part of a stage's last backward, or of a half of it."""
         known: dict[object, float] = {}  # most layers are alike
-        seconds, full, layers = [], look.full, look.layers
+        seconds, layers = [], look.layers
         for part in parts:
             a, b = part
-            key = b - a, 0 if full <= a else min(full, b) - a, a == 0, b == layers
+            key = b - a, _within(look, part), a == 0, b == layers
             found = known.get(key)
             if found is None:
                 found = known[key] = self._work_s(look, kind, part)
             seconds.append(found)
         return seconds
+
+
+def _within(look: _Look, part: LayerRange) -> tuple[int, int, int]:
+    """How many of some layers of a stage, given from its first one on, are recomputed in full, selectively and pointwise."""
+    a, b = part
+    first, second = look.full, look.full + look.selective
+    third = second + look.pointwise
+    return (
+        max(0, min(b, first) - a),
+        max(0, min(b, second) - max(a, first)),
+        max(0, min(b, third) - max(a, second)),
+    )
+
+
+def _as_said(stage: Stage, look: _Look) -> Stage:
+    """The stage with the recomputation of a look, which has two modes at most."""
+    counts = {"full": look.full, "selective": look.selective, "pointwise": look.pointwise}
+    counts["none"] = look.layers - sum(counts.values())
+    used = [mode for mode, count in counts.items() if count] or ["none"]
+    return stage.recomputing(used[0], counts[used[0]], used[-1])
 
 
 def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int) -> Lane:

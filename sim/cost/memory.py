@@ -234,6 +234,8 @@ class LaneShape(NamedTuple):
     embedding_in_flight: float
     head_in_flight: float
     none: int
+    """Layers under each mode of recomputation, in the order of `RECOMPUTE`."""
+    pointwise: int
     selective: int
     full: int
     embedding: bool
@@ -374,6 +376,7 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
                     first_flying if embedding else 0,
                     last_flying if head else 0,
                     modes["none"],
+                    modes["pointwise"],
                     modes["selective"],
                     modes["full"],
                     embedding,
@@ -400,7 +403,8 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     stage alone, stay whole but for their states.
     """
     model, degree = rules.transformer, shape.tensor_parallel
-    layers = shape.none + shape.selective + shape.full
+    counts = dict(zip(RECOMPUTE, (shape.none, shape.pointwise, shape.selective, shape.full), strict=True))
+    layers = sum(counts.values())
     software, ranks = rules.stack, rules.context_parallel
     parameters = rules.parameters(degree)
     layer_shards = shape.shard * parameters.layer_undivided
@@ -411,7 +415,6 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     whole = layers * parameters.layer + end_parameters
     ends = embedding / shape.embedding_shards + head / shape.head_shards + copy / shape.embedding_shards
     divided_layers = min(whole, end_parameters + layer_shards + 2 * rules.bucket_layers * parameters.layer)
-    counts = {"none": shape.none, "selective": shape.selective, "full": shape.full}
     of_layer = rules.layer_bytes(degree, shape.sequences)
     activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
     working = max((of_layer["none"][0] + of_layer[mode][1] for mode, count in counts.items() if count), default=0)

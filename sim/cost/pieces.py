@@ -46,6 +46,8 @@ from sim.spec.counts import (
     layer_matmuls,
     layer_memory_bytes,
     layer_parameters_at,
+    layer_pointwise_bytes,
+    layer_pointwise_kernels,
     tied_copy_parameters_at,
 )
 from sim.spec.gpu import GpuKind
@@ -75,12 +77,15 @@ class PieceSeconds:
     backward_weight_s: float
     attention_s: float = 0.0
     """The part of the forward pass that selective recompute repeats."""
+    pointwise_s: float = 0.0
+    """The part of the forward pass that pointwise recompute repeats."""
     attention_backward_s: float = 0.0
     """The part of the backward pass's input half that is attention's."""
     forward_kernels: int = 0
     backward_input_kernels: int = 0
     backward_weight_kernels: int = 0
     attention_kernels: int = 0
+    pointwise_kernels: int = 0
     """How many kernels the host launches in each."""
 
     @property
@@ -132,6 +137,9 @@ class LayerWork:
     memory_bytes: int
     """Of the kernels that memory bounds."""
     memory_kernels: int
+    pointwise_bytes: int
+    pointwise_kernels: int
+    """Of these, what pointwise recompute repeats."""
     parameters: int
     """That it has the gradients of."""
 
@@ -177,6 +185,8 @@ def layer_work(
         attention=attention,
         memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
         memory_kernels=layer_kernels(transformer, expert_parallel) - work.count - 1,
+        pointwise_bytes=layer_pointwise_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
+        pointwise_kernels=layer_pointwise_kernels(transformer, expert_parallel),
         parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel),
     )
 
@@ -257,11 +267,13 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         backward_input_s=input_s,
         backward_weight_s=matmul_s + rates.memory_s(work.parameters * stack.gradient_bytes),
         attention_s=attention_s,
+        pointwise_s=rates.memory_s(work.pointwise_bytes * stack.memory_traffic) + work.pointwise_kernels * launch_s,
         attention_backward_s=backward_s + 2 * kernels * launch_s,
         forward_kernels=matmuls.count + others,
         backward_input_kernels=matmuls.count + 2 * others,
         backward_weight_kernels=matmuls.count,
         attention_kernels=kernels,
+        pointwise_kernels=work.pointwise_kernels,
     )
 
 

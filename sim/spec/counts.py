@@ -10,7 +10,7 @@ back to the embedding width if there is one, and the output matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sim.spec.reading import InputError
@@ -19,7 +19,9 @@ from sim.spec.transformer import Transformer
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
 """Bytes of a stored parameter or activation. 8 and 4 bits are the precisions of matmuls, whose operands are kept in bf16."""
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "pointwise", "selective", "full")
+"""What of a layer the backward pass computes again: nothing; what comes of the norms of the stream and of the activation, which
+only the gradients of matrices need; the core of attention; everything. Of two modes in one stage the later one comes first."""
 
 
 def _share(count: int, ranks: int) -> int:
@@ -205,12 +207,13 @@ def layer_forward_flop(transformer: Transformer, tokens: int, sequence_length: i
 def layer_recompute_flop(transformer: Transformer, tokens: int, sequence_length: int, recompute: str) -> int:
     """FLOP that one layer's backward pass spends on recomputation: the attention's for "selective", all for "full".
 
+    Norms and activations are not counted as FLOP anywhere, so there are none for "pointwise".
     What a flash kernel recomputes inside itself is not counted. The HFU that Korthikanti et al. (2022) publish counts three times
     as much for "selective": there the attention term s / 6h doubles, though only its forward third is repeated.
     """
     _check(recompute)
     flop = layer_forward_flop(transformer, tokens, sequence_length)
-    return {"none": 0, "selective": flop.attention, "full": flop.total}[recompute]
+    return {"none": 0, "pointwise": 0, "selective": flop.attention, "full": flop.total}[recompute]
 
 
 def embedding_forward_flop(transformer: Transformer, tokens: int) -> int:
@@ -328,10 +331,12 @@ def layer_activation_bytes(
             tokens sent to experts, and their results     2 k h
             the router's probabilities                    E x 4 bytes
 
-    "selective" recompute drops the softmax row, "full" all but the layer's input. Dropout is taken to be off, as in today's
-    training, so there are no masks; nor are the few bytes of a norm's statistics counted. A score matrix is whole even under a
-    sliding window, which masks it. Source: Korthikanti et al. (2022), arXiv:2205.05198, section 4 and table 2; for a
-    GPT without flash attention their sbh(10 + 24/t + 5as/ht) less the masks is sbh(8 + 24/t + 2as/ht).
+    "pointwise" recompute drops the inputs of the matrices of query, key and value and of the MLP (the norms' results), and the
+    activation's result where its input is kept (not of relu), "selective" the softmax row, "full" all but the layer's input.
+    Dropout is taken to be off, as in today's training, so there are no masks; nor are the few bytes of a norm's statistics
+    counted. A score matrix is whole even under a sliding window, which masks it. Source: Korthikanti et al. (2022),
+    arXiv:2205.05198, section 4 and table 2; for a GPT without flash attention their sbh(10 + 24/t + 5as/ht) less the masks is
+    sbh(8 + 24/t + 2as/ht).
     """
     _check(recompute)
     t, tokens = transformer, micro_batch * sequence_length
@@ -339,17 +344,15 @@ def layer_activation_bytes(
     if recompute == "full":
         return _share(tokens * t.hidden * precision_bytes, whole_ranks)
     query, keys = _attention_widths(t, tensor_parallel)
-    elements = 2 * query + 2 * keys + (query + keys) * t.qk_norm
+    again = recompute == "pointwise"
+    of_mlp = _mlp_kept(t) - (again and _recomputes_activation(t))
+    elements = 2 * query + 2 * keys + (query + keys) * t.qk_norm + of_mlp * _mlp_width(t, tensor_parallel)
     copied_bytes = 0
-    if t.experts is None:
-        elements += _mlp_kept(t) * _share(t.ffn, tensor_parallel)
-    else:
-        moe = t.experts
-        elements += _mlp_kept(t) * moe.top_k * _share(moe.ffn, tensor_parallel)
-        elements += _mlp_kept(t) * moe.shared_experts * _share(moe.shared_ffn, tensor_parallel)
-        copied_bytes = 2 * moe.top_k * t.hidden * precision_bytes + 4 * moe.experts
-    kept = _share(tokens * 4 * t.hidden * precision_bytes, whole_ranks) + tokens * (elements * precision_bytes + copied_bytes)
-    if recompute == "none":
+    if t.experts is not None:
+        copied_bytes = 2 * t.experts.top_k * t.hidden * precision_bytes + 4 * t.experts.experts
+    stream = _share(tokens * (2 if again else 4) * t.hidden * precision_bytes, whole_ranks)
+    kept = stream + tokens * (elements * precision_bytes + copied_bytes)
+    if recompute in ("none", "pointwise"):
         kept += _softmax_bytes(t, micro_batch, sequence_length, tensor_parallel, precision_bytes, flash_attention)
     return kept
 
@@ -357,6 +360,19 @@ def layer_activation_bytes(
 def _mlp_kept(t: Transformer) -> int:
     """Tensors of the MLP's width kept for backward."""
     return {"gelu": 2, "relu": 1, "swiglu": 3}[t.activation]
+
+
+def _recomputes_activation(t: Transformer) -> bool:
+    """Whether "pointwise" recompute computes the activation again: relu's backward needs the result itself."""
+    return t.activation != "relu"
+
+
+def _mlp_width(t: Transformer, tensor_parallel: int) -> int:
+    """The numbers of a token between an MLP's matrices on one rank: of all experts that it is sent to, if there are any."""
+    if t.experts is None:
+        return _share(t.ffn, tensor_parallel)
+    moe = t.experts
+    return moe.top_k * _share(moe.ffn, tensor_parallel) + moe.shared_experts * _share(moe.shared_ffn, tensor_parallel)
 
 
 def _softmax_bytes(
@@ -462,15 +478,34 @@ def layer_memory_bytes(
     query, keys = _attention_widths(t, tensor_parallel)
     whole = _share(tokens * 10 * t.hidden, tensor_parallel if sequence_parallel else 1)
     elements = 2 * (query + keys) * ((t.position == "rotary") + t.qk_norm)
-    per_column = 3 if t.gated else 2
-    if t.experts is None:
-        elements += per_column * _share(t.ffn, tensor_parallel)
-    else:
-        moe = t.experts
-        elements += per_column * moe.top_k * _share(moe.ffn, tensor_parallel)
-        elements += per_column * moe.shared_experts * _share(moe.shared_ffn, tensor_parallel)
-        elements += (3 * moe.top_k + 1) * t.hidden
+    elements += _activation_elements(t, tensor_parallel)
+    if t.experts is not None:
+        elements += (3 * t.experts.top_k + 1) * t.hidden
     return (whole + tokens * elements) * precision_bytes
+
+
+def _activation_elements(t: Transformer, tensor_parallel: int) -> int:
+    """What the activation of one token reads and writes."""
+    return (3 if t.gated else 2) * _mlp_width(t, tensor_parallel)
+
+
+def layer_pointwise_bytes(
+    transformer: Transformer, tokens: int, tensor_parallel: int, sequence_parallel: bool, precision_bytes: int
+) -> int:
+    """Of `layer_memory_bytes`, what "pointwise" recompute repeats: both norms, and the activation where it does."""
+    t = transformer
+    norms = _share(tokens * 4 * t.hidden, tensor_parallel if sequence_parallel else 1)
+    return (norms + tokens * _activation_elements(t, tensor_parallel) * _recomputes_activation(t)) * precision_bytes
+
+
+def layer_pointwise_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
+    """Of `layer_kernels`, what "pointwise" recompute repeats."""
+    return 2 + _activations(layer_matmuls(transformer, 1, 1, expert_parallel)) * _recomputes_activation(transformer)
+
+
+def _activations(matmuls: Iterable[Matmul]) -> int:
+    """Kernels between the matrices of an MLP: one for each, and for each expert."""
+    return sum(matmul.count for matmul in matmuls if matmul.name.endswith(" down"))
 
 
 def attention_memory_bytes(
@@ -498,6 +533,5 @@ def layer_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """
     t = transformer
     matmuls = layer_matmuls(t, 1, 1, expert_parallel)
-    kernels = sum(matmul.count for matmul in matmuls)
-    activations = sum(matmul.count for matmul in matmuls if matmul.name.endswith(" down"))
-    return kernels + activations + 1 + 2 + 2 + 2 * t.qk_norm + (t.position == "rotary") + (0 if t.experts is None else 3)
+    kernels = sum(matmul.count for matmul in matmuls) + _activations(matmuls)
+    return kernels + 1 + 2 + 2 + 2 * t.qk_norm + (t.position == "rotary") + (0 if t.experts is None else 3)

@@ -22,6 +22,8 @@ COUNTED_SCHEDULES = ("1f1b", "split-1f1b")
 """Those under which stages may say how many micro-batches they hold."""
 ZERO_STAGES = (0, 1, 2, 3)
 
+RECOMPUTE_ACCEPTED = f"{', '.join(RECOMPUTE)}, {{MODE: NUMBER OF LAYERS}} or {{MODE: NUMBER OF LAYERS, rest: A MODE BEFORE IT}}"
+
 LayerRange = tuple[int, int]
 """`(start, stop)`, the layers start, start + 1, ..., stop - 1."""
 
@@ -43,12 +45,17 @@ class Replica:
 
 @dataclass(frozen=True)
 class Stage:
-    """Some layers and the replicas that hold them, each all of them. `recompute_layers` is None for all, with 'full'."""
+    """Some layers and the replicas that hold them, each all of them.
+
+    The first `recompute_layers` of its layers are under the mode `recompute`, or, if that is None, all; the others under
+    `recompute_rest`.
+    """
 
     replicas: tuple[Replica, ...]
     layers: tuple[LayerRange, ...]
     recompute: str = "none"
     recompute_layers: int | None = None
+    recompute_rest: str = "none"
     in_flight: int | None = None
     """The most micro-batches that it holds at once, under 1F1B; None for one, and one more for each stage that follows."""
 
@@ -63,14 +70,44 @@ class Stage:
         return tuple(device for replica in self.replicas for device in replica.devices)
 
     def recomputed(self) -> dict[str, int]:
-        """How many of the stage's layers are kept under each recompute mode, as {'none': n, 'selective': n, 'full': n}."""
+        """How many of the stage's layers are kept under each recompute mode, as {'none': n, 'pointwise': n, ...}."""
         counts = dict.fromkeys(RECOMPUTE, 0)
-        full = self.layer_count if self.recompute_layers is None else self.recompute_layers
-        if self.recompute == "full":
-            counts["full"], counts["none"] = full, self.layer_count - full
-        else:
-            counts[self.recompute] = self.layer_count
+        first = self.layer_count if self.recompute_layers is None else self.recompute_layers
+        counts[self.recompute] = first
+        counts[self.recompute_rest] += self.layer_count - first
         return counts
+
+    def recomputed_within(self, layers: LayerRange) -> dict[str, int]:
+        """The same of the layers of a range alone."""
+        counts = dict.fromkeys(RECOMPUTE, 0)
+        left = self.layer_count if self.recompute_layers is None else self.recompute_layers
+        for start, stop in sorted(self.layers):
+            middle = start + min(stop - start, left)
+            left -= middle - start
+            for mode, a, b in ((self.recompute, start, middle), (self.recompute_rest, middle, stop)):
+                counts[mode] += max(0, min(layers[1], b) - max(layers[0], a))
+        return counts
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer is under another mode than 'none'."""
+        return self.recomputed()["none"] < self.layer_count
+
+    def recomputing(self, mode: str, layers: int | None = None, rest: str = "none") -> Stage:
+        """The stage with its first `layers` layers under a mode (None: all) and the others under another one."""
+        if layers == 0:
+            mode, layers = rest, None
+        if layers == self.layer_count or rest == mode:
+            layers = None
+        return replace(self, recompute=mode, recompute_layers=layers, recompute_rest="none" if layers is None else rest)
+
+    @property
+    def recompute_words(self) -> str:
+        """What it recomputes in words, as in 'full 3/20, rest pointwise'."""
+        if self.recompute_layers is None:
+            return self.recompute
+        rest = "" if self.recompute_rest == "none" else f", rest {self.recompute_rest}"
+        return f"{self.recompute} {self.recompute_layers}/{self.layer_count}{rest}"
 
 
 @dataclass(frozen=True)
@@ -209,13 +246,14 @@ def _check(plan: Plan) -> None:
                     + " + ".join(str(replica.sequences) for replica in stage.replicas)
                     + f" = {shares}"
                 )
-            if stage.recompute not in RECOMPUTE or (stage.recompute_layers is not None and stage.recompute != "full"):
+            if not _is_recompute(stage.recompute, stage.recompute_layers, stage.recompute_rest):
                 got = stage.recompute if stage.recompute_layers is None else f"{stage.recompute}: {stage.recompute_layers}"
-                raise InputError(f"{where}: recompute is none, selective, full or full: NUMBER OF LAYERS, but got {got}")
+                got += "" if stage.recompute_rest == "none" else f", rest: {stage.recompute_rest}"
+                raise InputError(f"{where}: recompute is {RECOMPUTE_ACCEPTED}, but got {got}")
             if stage.recompute_layers is not None and not 0 <= stage.recompute_layers <= stage.layer_count:
                 raise InputError(
                     f"{where}: recompute is of at most all layers of the stage, which has {stage.layer_count}, "
-                    f"but got full: {stage.recompute_layers}"
+                    f"but got {stage.recompute}: {stage.recompute_layers}"
                 )
             for device in stage.devices:
                 if device in seen:
@@ -336,11 +374,14 @@ def _read_stage(table: Table, micro_batch: int) -> Stage:
                 raise ValueError
         return tuple((r[0], r[1]) for r in ranges)
 
-    def recompute(value: object) -> tuple[str, int | None]:
-        if isinstance(value, str) and value in RECOMPUTE:
-            return value, None
-        if isinstance(value, dict) and list(value) == ["full"] and type(value["full"]) is int and value["full"] >= 0:
-            return "full", value["full"]
+    def recompute(value: object) -> tuple[str, int | None, str]:
+        if isinstance(value, str) and _is_recompute(value, None, "none"):
+            return value, None, "none"
+        if isinstance(value, dict):
+            rest = value.get("rest", "none")
+            counts = [(mode, count) for mode, count in value.items() if mode != "rest"]
+            if len(counts) == 1 and type(counts[0][1]) is int and counts[0][1] >= 0 and _is_recompute(*counts[0], rest):
+                return *counts[0], rest
         raise ValueError
 
     if ("devices" in table) == ("replicas" in table):
@@ -353,12 +394,21 @@ def _read_stage(table: Table, micro_batch: int) -> Stage:
         for entry in table.tables("replicas", minimum=1):
             replicas.append(Replica(_read_devices(entry), entry.integer("sequences", minimum=1)))
             entry.close()
-    mode, count = table.get("recompute", recompute, "none, selective, full or {full: NUMBER OF LAYERS}", ("none", None))
+    recomputed = table.get("recompute", recompute, RECOMPUTE_ACCEPTED, ("none", None, "none"))
     ranges = table.get("layers", layers, "[start, stop] or a list of such ranges")
     flying = table.integer("in_flight", minimum=1) if "in_flight" in table else None
-    stage = Stage(tuple(replicas), ranges, mode, count, flying)
+    stage = Stage(tuple(replicas), ranges, *recomputed, in_flight=flying)
     table.close()
     return stage
+
+
+def _is_recompute(mode: object, layers: int | None, rest: object) -> bool:
+    """Whether a stage can say so of its first layers and of the others, which recompute less."""
+    if mode not in RECOMPUTE or rest not in RECOMPUTE:
+        return False
+    if layers is None:
+        return rest == "none"
+    return RECOMPUTE.index(str(rest)) < RECOMPUTE.index(str(mode))
 
 
 def _read_devices(table: Table) -> tuple[str, ...]:
@@ -409,7 +459,10 @@ def _stage_table(stage: Stage) -> dict[str, Any]:
         table["replicas"] = [{"devices": list(r.devices), "sequences": r.sequences} for r in stage.replicas]
     ranges = [list(r) for r in stage.layers]
     table["layers"] = ranges[0] if len(ranges) == 1 else ranges
-    table["recompute"] = stage.recompute if stage.recompute_layers is None else {"full": stage.recompute_layers}
+    table["recompute"] = stage.recompute
+    if stage.recompute_layers is not None:
+        rest = {} if stage.recompute_rest == "none" else {"rest": stage.recompute_rest}
+        table["recompute"] = {stage.recompute: stage.recompute_layers, **rest}
     if stage.in_flight is not None:
         table["in_flight"] = stage.in_flight
     return table

@@ -113,11 +113,28 @@ def test_where_memory_is_short_as_few_layers_as_fit_are_recomputed() -> None:
 
     peaks = [max(simulate(with_layers(count), cluster).peak_bytes.values()) for count in (4, 3, 2, 1, 0)]
     assert peaks == sorted(peaks)
-    small = replace(cluster.nodes[0].gpu, memory_bytes=(peaks[2] + peaks[3]) // 2)  # two layers must be recomputed
-    tight = replace(cluster, nodes=(replace(cluster.nodes[0], gpu=small),))
-    (effect,) = [effect for effect in explain(made, tight).effects if effect.group == "recompute"]
-    assert effect.name.startswith("stage p0s0: recomputing at most 2 layers in full (was full)")
-    assert effect.iteration_s == simulate(with_layers(2), tight).iteration_s
+
+    def least(memory_bytes: int) -> Effect:
+        small = replace(cluster.nodes[0].gpu, memory_bytes=memory_bytes)
+        tight = replace(cluster, nodes=(replace(cluster.nodes[0], gpu=small),))
+        (effect,) = [effect for effect in explain(made, tight).effects if effect.group == "recompute"]
+        return effect
+
+    def mixed(count: int) -> Plan:
+        one = made.pipelines[0].stages[0].recomputing("full", count, "pointwise")
+        return replace(made, pipelines=(replace(made.pipelines[0], stages=(one,)),))
+
+    cheap = [simulate(mixed(count), cluster) for count in range(4)]
+    needs = [max(trace.peak_bytes.values()) for trace in cheap]
+    assert needs == sorted(needs, reverse=True) and needs[0] < peaks[-1]
+    assert len(set(needs)) > 2
+    for memory_bytes in needs:
+        count = next(count for count, need in enumerate(needs) if need <= memory_bytes)
+        how = f"recomputing at most {count} layers in full, the others pointwise" if count else "pointwise recomputation"
+        effect = least(memory_bytes)
+        assert effect.name == f"stage p0s0: {how} (was full)"
+        assert effect.iteration_s == cheap[count].iteration_s
+    assert least(peaks[0]).iteration_s is None
 
 
 def test_micro_batches_are_doubled_and_halved_where_they_can_be() -> None:

@@ -33,7 +33,7 @@ def grid(
     micro_batch: int = 1,
     micro_batches: int = 4,
     data_fastest: bool = True,
-    recompute: Sequence[tuple[str, int | None]] = (("none", None),),
+    recompute: Sequence[tuple[Any, ...]] = (("none", None),),
     in_flight: int | None = None,
     **changes: Any,
 ) -> Plan:
@@ -159,6 +159,13 @@ def test_interleaving_says_the_layers_of_a_virtual_stage() -> None:
     [
         ([("none", None)], {}, False),
         ([("selective", None)], {"--recompute-granularity": "selective"}, False),
+        ([("pointwise", None)], {"--recompute-granularity": "selective", "--recompute-modules": "layernorm"}, True),
+        ([("pointwise", 3)], {"--recompute-granularity": "selective", "--recompute-modules": "layernorm"}, True),
+        (
+            [("full", 3, "pointwise")],
+            {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": "3"},
+            True,
+        ),
         (
             [("full", None)],
             {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"},
@@ -173,7 +180,7 @@ def test_interleaving_says_the_layers_of_a_virtual_stage() -> None:
     ],
 )
 def test_megatron_recomputes_as_the_stage_that_does_most(
-    settings: list[tuple[str, int | None]], expected: dict[str, str], differs: bool
+    settings: list[tuple[Any, ...]], expected: dict[str, str], differs: bool
 ) -> None:
     found = export(grid(recompute=settings), "megatron")
     flags = flags_of(str(found.text))
@@ -266,6 +273,12 @@ def test_hybrid_sharding_has_both_degrees() -> None:
 def test_every_second_layer_recomputed_is_torchtitan_s_selective() -> None:
     found = tomllib.loads(text_of(grid(recompute=[("full", 8)]), "torchtitan"))
     assert found["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "2"}
+
+
+def test_recomputing_norms_and_activation_is_nearest_to_torchtitan_s_selective_by_operation() -> None:
+    found = export(grid(recompute=[("pointwise", None)]), "torchtitan")
+    assert tomllib.loads(str(found.text))["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+    assert any("norms and activation" in line for line in found.differs)
 
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------

@@ -218,7 +218,10 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
          "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
         ({"schedule": "interleaved 1F1B"}, "vpp"),
         ({"precision": "int4"}, "precision 'int4'; accepted: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4"),
-        ({"recompute": "some"}, "recompute 'some'; accepted: none, selective, full, no, off, false, 0, yes, on, true, 1"),
+        (
+            {"recompute": "some"},
+            "recompute 'some'; accepted: none, pointwise, selective, full, no, off, false, 0, yes, on, true, 1",
+        ),
         ({"zero_stage_or_fsdp": "sharded"},
          "zero_stage_or_fsdp 'sharded'; accepted: 0 to 3, ZeRO-N, FSDP, HSDP, none, no, ddp, no_shard, dist opt, "
          "distributed-optimizer, distributed_optimizer"),
@@ -478,7 +481,7 @@ def test_a_rack_of_72_is_one_node_of_nvlink() -> None:
 def test_selective_recomputation_by_layers_follows_from_what_is_published() -> None:
     # Llama 2 13B of fms-fsdp: HFU 69 % over MFU 61 % is 0.131 of all FLOP again, 0.39 of the forward: 16 of 40 layers.
     plan = next(made(run).plan for run in RUNS.values() if run.source_key == "fmsfsdp" and run.hfu_pct == 69)
-    assert plan.pipelines[0].stages[0].recomputed() == {"none": 24, "selective": 0, "full": 16}
+    assert plan.pipelines[0].stages[0].recomputed() == {"none": 24, "pointwise": 0, "selective": 0, "full": 16}
 
 
 # --- All rows --------------------------------------------------------------------------------------------------------

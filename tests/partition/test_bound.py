@@ -183,7 +183,11 @@ def replicated(draw: DrawFn) -> tuple[Cluster, Plan]:
     kind, nic = ideal_gpu(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090")))), Nic("ethernet", bytes_per_s)
     nodes = tuple(Node(f"n{i}", kind, gpus, Intra("nvlink", 300e9), nic) for i in range(depth * copies))
     on = Cluster("copies", nodes, Fabric(0.0, protocol_efficiency=LOSSLESS))
-    mode, share, count = draw(st.sampled_from(("none", "full"))), draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 5, 30)))
+    mode, share, count = (
+        draw(st.sampled_from(("none", "pointwise", "full"))),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from((1, 2, 5, 30))),
+    )
     cut = draw(st.integers(1, gpus)) if depth == 1 else gpus  # a node is a pipeline of so many stages
     stages = cut * depth
     bounds = [model.layers * s // stages for s in range(stages + 1)]

@@ -16,6 +16,7 @@ from sim.cost.memory import peak_bytes
 from sim.cost.pieces import head_seconds, layer_seconds
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
+from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import GpuKind, gpu_kind
 from sim.spec.job import Job
 from sim.spec.plan import COUNTED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
@@ -57,10 +58,11 @@ def test_gpus_that_can_keep_nothing_wait_for_a_micro_batch_to_go_through_all_lay
 
 @pytest.mark.parametrize("held", [1, 2, 3])
 def test_what_a_gpu_keeps_shortens_the_wait_by_the_work_that_it_is(held: int) -> None:
-    # A layer keeps, per token, its input twice over (4 h), query, key, value and result (4 h), the MLP's two (8 h) in bf16, and
-    # the softmax's sum; of the latter selective recomputation, which is taken to cost nothing, keeps none. Recomputing as much
-    # as would shorten the wait further would take longer, with so large a batch.
-    kept_bytes = LENGTH * 2 * (4 + 4 + 8) * 2048
+    # A layer keeps, per token, its input twice over (2 h), query, key, value and result (4 h), and what enters the GELU (4 h) in
+    # bf16; not so the results of norms and GELU, which a memory without limits computes again at once, nor the softmax's sum, as
+    # selective recomputation is taken to cost nothing. Recomputing as much as would shorten the wait further would take longer,
+    # with so large a batch.
+    kept_bytes = LENGTH * 2 * (2 + 4 + 4) * 2048
     kind = replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30, memory_bytes=held * kept_bytes)
     on = alike(kind, 4, context_bytes=0.0, fragmentation=0.0)
     layer = layer_seconds(kind, on.stack, ONE_HEAD, 1, LENGTH)
@@ -151,16 +153,17 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     intra = draw(st.sampled_from((Intra("nvlink", 300e9), Intra("pcie4", 24e9))))
     on = Cluster("node", (Node("n", kind, gpus, intra, None),), stack=draw(st.sampled_from(list(stacks().values()))))
     share = draw(st.sampled_from((1, 1, 2, 4)))
-    mode, cut = draw(st.sampled_from(("none", "none", "selective", "full"))), []
+    mode, cut = draw(st.sampled_from(("none", "none", "pointwise", "selective", "full"))), []
     for s in range(depth):
         places = [s, 2 * depth - 1 - s] if schedule == "zb-v" else [s + chunk * depth for chunk in range(chunks)]
         cut.append(tuple((place * each, (place + 1) * each) for place in places))
-    fewer = draw(st.none() | st.integers(0, chunks * each)) if mode == "full" else None
+    fewer = draw(st.none() | st.integers(0, chunks * each)) if mode != "none" else None
+    rest = draw(st.sampled_from(RECOMPUTE[: RECOMPUTE.index(mode)])) if fewer is not None else "none"
 
     def stage(s: int, ranges: tuple[LayerRange, ...]) -> Stage:
         first = s * replicas * degree
         lanes = [tuple(f"n/{first + r * degree + i}" for i in range(degree)) for r in range(replicas)]
-        return Stage(tuple(Replica(lane, share) for lane in lanes), ranges, mode, fewer)
+        return Stage(tuple(Replica(lane, share) for lane in lanes), ranges, mode, fewer, rest)
 
     count = draw(st.integers(1, 40))
     piped = Pipeline(share * replicas, count, tuple(stage(s, ranges) for s, ranges in enumerate(cut)))

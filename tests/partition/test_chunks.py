@@ -43,7 +43,7 @@ def test_stages_keep_their_layers_and_visits_are_those_of_the_schedule(cuts: lis
     for cut in cuts:
         stages, first = [], 0
         for count in cut:
-            stages.append(stage([f"n{at}/0"], (first, first + count), 1, "none", full=count // 2))
+            stages.append(stage([f"n{at}/0"], (first, first + count), 1, amount=3 * count // 2))
             first, at = first + count, at + 1
         pipelines.append(Pipeline(1, 4, tuple(stages)))
     draft: Draft = tuple(pipelines)

@@ -226,7 +226,7 @@ def in_space(plan: Plan) -> bool:
     """Whether a plan is one of those that the exhaustive planner tries."""
     return (plan.schedule, plan.zero_stage) == ("1f1b", 1) and all(
         pipeline.micro_batch <= 2
-        and all(part.recompute != "selective" and part.recompute_layers is None for part in pipeline.stages)
+        and all(part.recompute in ("none", "full") and part.recompute_layers is None for part in pipeline.stages)
         for pipeline in plan.pipelines
     )
 

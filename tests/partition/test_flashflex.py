@@ -8,7 +8,7 @@ import pytest
 
 from partition import plan
 from partition.assembly import Assembly
-from partition.drafts import Settings
+from partition.drafts import Settings, amount_of
 from partition.pricing import Pricing
 from sim.spec.cluster import read_cluster
 from sim.spec.job import Job
@@ -45,7 +45,7 @@ def test_earlier_stages_recompute_more_for_they_hold_more_micro_batches() -> Non
     draft = assembly(world, job(SMALL, 4096, 64)).draft([tuple((f"a/{i}",) for i in range(4))], 8, Settings())
     assert draft is not None
     assert [part.layer_count for part in draft[0].stages] == [3, 3, 3, 3]
-    recomputed = [part.recomputed()["full"] for part in draft[0].stages]
+    recomputed = [amount_of(part) for part in draft[0].stages]
     assert recomputed == sorted(recomputed, reverse=True)
     assert recomputed[0] > recomputed[-1] == 0
 

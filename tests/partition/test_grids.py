@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import partition
-from partition.drafts import Draft, Settings, make_plan, stage
+from partition.drafts import Draft, Settings, amount_of, make_plan, recomputing
 from partition.grids import Grids
 from partition.pricing import Pricing
 from sim.cost.feasibility import infeasible
@@ -67,9 +67,9 @@ def test_a_grid_fits_takes_the_batch_and_is_priced_at_best(world: Cluster, work:
         assert price_s <= simulate(plan, world).iteration_s * (1 + 1e-9)
         for p, pipeline in enumerate(draft):
             for s, part in enumerate(pipeline.stages):
-                full = part.recomputed()["full"]
-                if full:  # one layer less has no room
-                    less = stage(part.devices, part.layers[0], pipeline.micro_batch, full=full - 1)
+                amount = amount_of(part)
+                if amount:  # one layer less has no room
+                    less = recomputing(part, amount - 1)
                     stages = (*pipeline.stages[:s], less, *pipeline.stages[s + 1 :])
                     changed = (*draft[:p], replace(pipeline, stages=stages), *draft[p + 1 :])
                     assert infeasible(make_plan(world, work, changed, settings), world) is not None

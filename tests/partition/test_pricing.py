@@ -24,7 +24,7 @@ from sim.spec.program import Backward, Forward
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
 
 
-def grid(names: list[str], depth: int, micro_batches: int, layers: int, degree: int = 1, size: int = 1, full: int = 0) -> Draft:
+def grid(names: list[str], depth: int, micro_batches: int, layers: int, degree: int = 1, size: int = 1, amount: int = 0) -> Draft:
     """Equal pipelines over consecutive devices, in Megatron-LM's order."""
     data = len(names) // (depth * degree)
     cuts = ranges(even_split(layers, depth))
@@ -33,7 +33,12 @@ def grid(names: list[str], depth: int, micro_batches: int, layers: int, degree: 
             size,
             micro_batches,
             tuple(
-                stage(names[(s * data + d) * degree : (s * data + d + 1) * degree], cut, size, full=full)
+                stage(
+                    names[(s * data + d) * degree : (s * data + d + 1) * degree],
+                    cut,
+                    size,
+                    amount=min(amount, 2 * (cut[1] - cut[0])),
+                )
                 for s, cut in enumerate(cuts)
             ),
         )
@@ -93,7 +98,7 @@ def test_the_seconds_of_a_stage_are_those_of_the_simulation() -> None:
     work, pricing = job(), Pricing(world, job())
     settings = Settings(sequence_parallel=True)
     devices = [("slow/0", "slow/1"), ("fast/0", "fast/1")]
-    draft = (Pipeline(2, 8, tuple(stage(d, cut, 2, full=1) for d, cut in zip(devices, [(0, 3), (3, 8)], strict=True))),)
+    draft = (Pipeline(2, 8, tuple(stage(d, cut, 2, amount=4) for d, cut in zip(devices, [(0, 3), (3, 8)], strict=True))),)
     plan = make_plan(world, work, draft, settings)
     cost, course = ComputeCost(plan, world), pricing.course(draft[0], settings)
     for s, lane in enumerate(compile_plan(plan).lanes):
@@ -110,7 +115,7 @@ def test_prices_rank_plans_as_their_simulations_do() -> None:
     work = job(SMALL, 2048, 32)
     judge, pricing = simulation(world, work), Pricing(world, work)
     prices, simulated = [], []
-    for depth, degree, size, full in [
+    for depth, degree, size, amount in [
         (1, 1, 1, 0),
         (2, 1, 1, 0),
         (4, 1, 1, 0),
@@ -122,7 +127,7 @@ def test_prices_rank_plans_as_their_simulations_do() -> None:
         (1, 4, 2, 6),
     ]:
         data = 8 // (depth * degree)
-        draft = grid(names(world), depth, 32 // (data * size), SMALL.layers, degree, size, full)
+        draft = grid(names(world), depth, 32 // (data * size), SMALL.layers, degree, size, amount)
         verdict = judge(make_plan(world, work, draft, Settings()))
         if isinstance(verdict, Cost):
             prices.append(pricing.price_s(draft, Settings()))

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partition.drafts import Settings, make_plan, stage
+from partition.drafts import Settings, amount_of, make_plan, most_recomputation, recomputed, recomputing, stage
 from partition.layers import ranges
 from partition.room import Room
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import lane_parts
+from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import in_flight
 from sim.spec.transformer import Transformer, presets
@@ -51,15 +52,15 @@ def test_bytes_agree_with_the_memory_model(
     counts = [1] * depth
     for _ in range(model.layers - depth):
         counts[data.draw(st.integers(0, depth - 1))] += 1
-    full = [data.draw(st.integers(0, count)) for count in counts]
+    amounts = [data.draw(st.integers(0, most_recomputation(count))) for count in counts]
     names = iter(NAMES)
     draft = tuple(
         Pipeline(
             size,
             micro_batches,
             tuple(
-                stage([next(names) for _ in range(degree)], cut, size, full=n)
-                for cut, n in zip(ranges(counts), full, strict=True)
+                stage([next(names) for _ in range(degree)], cut, size, amount=n)
+                for cut, n in zip(ranges(counts), amounts, strict=True)
             ),
         )
         for _ in range(pipelines)
@@ -69,23 +70,41 @@ def test_bytes_agree_with_the_memory_model(
     for p, s, _, parts in lane_parts(make_plan(WORLD, work, draft, settings)):
         held = room.stage(pipelines, degree, size, settings, s == 0, s == depth - 1)
         flying = in_flight(settings.schedule, depth, s, micro_batches)
-        assert held.total(flying, counts[s], full[s]) == pytest.approx(parts.total, rel=1e-6), (p, s)
+        assert held.total(flying, recomputed(counts[s], amounts[s])) == pytest.approx(parts.total, rel=1e-6), (p, s)
 
 
-def test_the_fewest_layers_that_make_room_are_recomputed() -> None:
+@pytest.mark.parametrize(("amount", "counts"), [(2, (4, 2, 0, 0)), (6, (0, 6, 0, 0)), (8, (0, 4, 0, 2)), (12, (0, 0, 0, 6))])
+def test_as_little_is_recomputed_as_makes_room(amount: int, counts: tuple[int, ...]) -> None:
+    """Of six layers: first pointwise, which costs least, then in full, with the others pointwise."""
+    assert recomputed(6, amount) == counts
     held = Room(WORLD, job()).stage(1, 1, 1, Settings(), first=False, last=False)
-    exact = held.total(in_flight=8, layers=6, recomputed=2)
-    assert held.fewest_recomputed(exact, layers=6, in_flight=8) == 2
-    assert held.fewest_recomputed(exact - 1, layers=6, in_flight=8) == 3
-    assert held.fewest_recomputed(held.total(8, 6, 0), layers=6, in_flight=8) == 0
-    assert held.fewest_recomputed(held.total(8, 6, 6) - 1, layers=6, in_flight=8) is None
+    exact = held.total(8, counts)
+    assert held.least_recomputation(exact, layers=6, in_flight=8) == amount
+    assert held.least_recomputation(exact - 1, layers=6, in_flight=8) == (amount + 1 if amount < 12 else None)
+    assert held.least_recomputation(held.total(8, (6, 0, 0, 0)), layers=6, in_flight=8) == 0
+
+
+@pytest.mark.parametrize("amount", range(13))
+def test_a_stage_says_how_much_it_recomputes(amount: int) -> None:
+    made = stage(["a/0"], (3, 9), 1, amount=amount)
+    assert tuple(made.recomputed().values()) == recomputed(6, amount)
+    assert amount_of(made) == amount
+    assert recomputing(stage(["a/0"], (3, 9), 1, "full"), amount) == made
+
+
+def test_the_amount_of_a_stage_saves_what_the_stage_does() -> None:
+    """With some layers in full, and the others not recomputed, as other planners lay it."""
+    held = Room(WORLD, job()).stage(1, 1, 1, Settings(), first=False, last=False)
+    for full in range(7):
+        made = stage(["a/0"], (0, 6), 1).recomputing("full", full)
+        assert held.total(3, recomputed(6, amount_of(made))) <= held.total(3, made.recomputed().values())
 
 
 def test_a_draft_fits_where_its_plan_is_feasible() -> None:
     world = cluster(node("a", "RTX3080Ti", 8))
     for layers in (8, 40, 60, 80, 120):
         work = job(replace(TINY, layers=layers))
-        for mode in ("none", "selective", "full"):
+        for mode in RECOMPUTE:
             parts = tuple(
                 stage([name], cut, 1, mode) for name, cut in zip(["a/0", "a/1"], ranges([layers // 2] * 2), strict=True)
             )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import partition
-from partition.drafts import make_plan
+from partition.drafts import all_under, make_plan
 from partition.planners.varuna import MICRO_BATCHES, SETTINGS, Configuration, Morphing, simulated_s
 from partition.room import Room
 from sim.simulation import simulation
@@ -199,7 +199,7 @@ def test_an_iteration_takes_the_passes_of_the_longest_pipeline_and_the_gradients
     world, work = cluster(node("a", "RTX4090", 1), node("b", "RTX4090", 1)), job(batch=7)
     morphing = Morphing(world, work)
     part = morphing.pricing.stage(("a/0",), 1, SETTINGS)
-    once = part.forward_s(8, True, True) + part.backward_s(8, 0, True, True)
+    once = part.forward_s(8, True, True) + part.backward_s(all_under("none", 8), True, True)
     found = morphing.seconds(Configuration((("a/0",), ("b/0",)), (8,), 1, "a/0"))
     assert found == pytest.approx(4 * once + 4 * total_parameters(TINY) / (1.25e9 * 0.92), rel=1e-3)
 
@@ -210,12 +210,12 @@ def test_all_but_the_last_stage_recompute() -> None:
     morphing = Morphing(world, work)
     part = morphing.pricing.stage(("a/0",), 1, SETTINGS)
     passes = part.forward_s(5, True, False) + part.forward_s(3, False, True)
-    passes += part.backward_s(5, 5, True, False) + part.backward_s(3, 0, False, True)
+    passes += part.backward_s(all_under("full", 5), True, False) + part.backward_s(all_under("none", 3), False, True)
     activation_bytes = 1024 * TINY.hidden * 2
     messages = 2 * activation_bytes / (1.25e9 * 0.92)
     found = morphing.seconds(Configuration((("a/0", "b/0"),), (5, 3), 1, "a/0"))
     assert found == pytest.approx(passes + messages, rel=0.02)
-    assert part.backward_s(5, 5, True, False) > part.backward_s(5, 0, True, False) * 1.2
+    assert part.backward_s(all_under("full", 5), True, False) > part.backward_s(all_under("none", 5), True, False) * 1.2
 
 
 def test_the_profile_of_several_kinds_is_that_of_the_slowest() -> None:

@@ -14,6 +14,7 @@ from hypothesis.strategies import DrawFn
 from runtime.data import Order as SampleOrder
 from runtime.data import open_data
 from runtime.settings import Settings, check_runnable
+from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -51,7 +52,7 @@ def pipeline(micro_batch: int, micro_batches: int, *stages: tuple[object, ...]) 
     """
     made = []
     for layers, *rest in stages:
-        mode = rest.pop() if isinstance(rest[-1], str) and rest[-1] in ("none", "selective", "full") else "none"
+        mode = rest.pop() if isinstance(rest[-1], str) and rest[-1] in RECOMPUTE else "none"
         replicas = (
             tuple(Replica(tuple(f"n/{i}" for i in devices), sequences) for devices, sequences in rest)  # type: ignore[misc]
             if isinstance(rest[0][0], tuple)  # type: ignore[index]
@@ -156,6 +157,25 @@ PLANS = {
         pipeline(3, 2, ((0, 3), ((0,), 1), ((1, 2), 2)), ((3, 4), ((3,), 2), ((4,), 1))),
         zero_stage=3,
         schedule="gpipe",
+        sequence_parallel=True,
+    ),
+    "zero 3, pointwise recomputed": plan_of(
+        LLAMA, pipeline(1, 3, ((0, 4), (0, 1), "pointwise")), pipeline(2, 3, ((0, 4), (2,), "pointwise")), zero_stage=3
+    ),
+    "split 1f1b, pointwise recomputed, some in full": plan_of(
+        GPT,
+        Pipeline(
+            2,
+            3,
+            tuple(part.recomputing("full", 1, "pointwise") for part in pipeline(2, 3, ((0, 2), (0, 1)), ((2, 4), (2,))).stages),
+        ),
+        schedule="split-1f1b",
+        sequence_parallel=True,
+    ),
+    "zb-1p, pointwise recomputed": plan_of(
+        LLAMA,
+        pipeline(2, 3, ((0, 2), (0, 1), "pointwise"), ((2, 4), (2,), "pointwise")),
+        schedule="zb-1p",
         sequence_parallel=True,
     ),
     "interleaved, three micro-batches on two stages": plan_of(

@@ -13,7 +13,7 @@ import torch
 from runtime.model import ModelPart
 from runtime.parameters import Section, place_parameters
 from runtime.tensor_parallel import DeferredWeights, TensorGroup
-from sim.spec.counts import layer_activation_bytes
+from sim.spec.counts import RECOMPUTE, layer_activation_bytes
 from sim.spec.plan import LayerRange
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -117,7 +117,7 @@ def test_logits_leave_out_the_padding_of_the_vocabulary(name: str, batch_BS: Bat
     close(logits_SBV.transpose(0, 1), reference_logits(MODELS[name], weights, batch_BS[0]))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full", ("full", "none", "selective")])
+@pytest.mark.parametrize("recompute", ["pointwise", "selective", "full", ("full", "pointwise", "selective")])
 @pytest.mark.parametrize("transformer", [LLAMA, replace(GPT, sliding_window=3)], ids=["llama", "gpt"])
 def test_recomputation_changes_no_gradient(transformer: Transformer, recompute: str | Sequence[str], batch_BS: Batch) -> None:
     weights = rough_weights(transformer, seed=0)
@@ -256,10 +256,10 @@ def kept_bytes(part: ModelPart, x_SBH: torch.Tensor) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", ["llama with grouped keys", "norms of query and key", "gpt", "relu, no final norm"])
 def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute: str) -> None:
-    """Up to 1 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused."""
+    """Up to 1.2 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused."""
     transformer = replace(MODELS[name], hidden=64, head_dim=16, ffn=160, max_positions=32)
     sections = sections_of(transformer, rough_weights(transformer, 0, torch.float32))
     part = ModelPart(transformer, (1, 2), sections, ALONE, False, False, [recompute])
@@ -268,7 +268,7 @@ def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute:
     unfused = 2 * x_SBH.nbytes if transformer.norm == "rmsnorm" and recompute != "full" else 0
     if transformer.qk_norm and recompute != "full":
         unfused += 32 * (transformer.heads + transformer.kv_heads) * transformer.head_dim * 4
-    assert expected <= kept_bytes(part, x_SBH) - unfused <= 1.01 * expected
+    assert expected <= kept_bytes(part, x_SBH) - unfused <= 1.012 * expected
 
 
 # --- Against Hugging Face --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sim.cost.compute import ComputeCost, TensorCollective, optimizer_bytes
 from sim.cost.pieces import layer_seconds
 from sim.spec.cluster import Cluster, Intra, Nic, Node
+from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import Efficiency, GpuKind, gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, Lane, OptimizerStep, SendActivation
@@ -179,6 +180,8 @@ def both(plan: Plan, gpu: GpuKind, instruction: object, stack: Stack = HALF, sta
         (BackwardWeight(0, (0, 4)), "none", 4 * 4 + 2 + 1),
         (BACKWARD, "full", 4 * (18 + 4 + 11) + 2 + 5 + 1),
         (BACKWARD, "selective", 4 * (18 + 4 + 1) + 2 + 5 + 1),
+        (BACKWARD, "pointwise", 4 * (18 + 4 + 3) + 2 + 5 + 1),
+        (BackwardWeight(0, (0, 4)), "pointwise", 4 * (4 + 3) + 2 + 1),
         (Forward(0, (1, 3)), "none", 2 * 11),
     ],
 )
@@ -312,13 +315,26 @@ def test_selective_recompute_adds_exactly_one_forward_of_the_attention() -> None
         assert added == pytest.approx(4 * ATTENTION)
 
 
+def test_pointwise_recompute_adds_the_norms_and_the_activation_to_the_weight_half() -> None:
+    """Of 4 tokens two norms of 8 numbers and a SwiGLU of 32 into 16, all in 2 bytes, at a byte a second."""
+    world = cluster(kind(NEVER, 1.0))
+    for instruction in (Backward(0, (0, 4)), BackwardWeight(0, (0, 4))):
+        added = seconds(plan(recompute="pointwise"), world, instruction) - seconds(plan(), world, instruction)
+        assert added == pytest.approx(4 * 4 * (2 * 2 * 8 + 3 * 16) * 2)
+    inputs = BackwardInput(0, (0, 4))
+    assert seconds(plan(recompute="pointwise"), world, inputs) == seconds(plan(), world, inputs)
+
+
 def test_of_a_part_only_the_layers_among_the_first_n_are_recomputed() -> None:
     base, world = plan(), cluster(kind())
     stage = replace(base.pipelines[0].stages[0], recompute="full", recompute_layers=3)
     some = replace(base, pipelines=(replace(base.pipelines[0], stages=(stage,)),))
+    mixed = replace(base, pipelines=(replace(base.pipelines[0], stages=(replace(stage, recompute_rest="selective"),)),))
     for part, recomputed in (((0, 2), 2), ((2, 4), 1), ((3, 4), 0), ((0, 4), 3), ((1, 3), 2)):
         added = seconds(some, world, Backward(0, part)) - seconds(base, world, Backward(0, part))
         assert added == pytest.approx(recomputed * (5120 + ATTENTION))
+        added = seconds(mixed, world, Backward(0, part)) - seconds(base, world, Backward(0, part))
+        assert added == pytest.approx(recomputed * 5120 + (part[1] - part[0]) * ATTENTION)
 
 
 # --- Laws ------------------------------------------------------------------------------------------------------------
@@ -339,7 +355,7 @@ efficiencies = st.builds(
 kinds = st.builds(kind, st.floats(1e6, 1e15), st.floats(1e6, 1e13), efficiencies)
 
 
-@given(kinds, st.sets(st.integers(1, 7)), st.sampled_from(["none", "selective", "full"]))
+@given(kinds, st.sets(st.integers(1, 7)), st.sampled_from(RECOMPUTE))
 def test_the_parts_of_a_split_backward_take_as_long_as_the_whole(gpu: GpuKind, inner: set[int], recompute: str) -> None:
     split = plan(model=replace(TINY, layers=8), recompute=recompute)
     bounds = [0, *sorted(inner), 8]
@@ -349,7 +365,7 @@ def test_the_parts_of_a_split_backward_take_as_long_as_the_whole(gpu: GpuKind, i
         assert parts == pytest.approx(cost.seconds(here, type_(0, (0, 8))))
 
 
-@given(kinds, kinds, st.sampled_from(["none", "selective", "full"]), st.booleans())
+@given(kinds, kinds, st.sampled_from(RECOMPUTE), st.booleans())
 def test_the_halves_of_a_backward_take_as_long_as_the_whole(gpu: GpuKind, other: GpuKind, recompute: str, sequence: bool) -> None:
     whole = plan(degree=2, recompute=recompute, sequence_parallel=sequence)
     cost, here = ComputeCost(whole, cluster(gpu, replace(other, name="other"))), lane(whole)
@@ -421,7 +437,7 @@ def test_sequence_parallelism_gathers_as_much_as_it_scatters_over_a_forward() ->
     )
 
 
-@given(st.booleans(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 3))
+@given(st.booleans(), st.sampled_from(RECOMPUTE), st.integers(1, 3))
 def test_the_parts_and_halves_of_a_backward_have_the_collectives_of_the_whole(sequence: bool, recompute: str, cut: int) -> None:
     whole = plan(degree=2, recompute=recompute, sequence_parallel=sequence)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from sim.cost.memory import peak_bytes
 from sim.cost.network import Network
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, Fabric, Intra, LinkOverride, Nic, Node, WideAreaLink
+from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
@@ -161,17 +163,17 @@ STACKS = (
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
-@pytest.mark.parametrize("recompute", ["none", "selective", ("full", None), ("full", 2)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "pointwise", ("full", 2), ("full", 2, "pointwise")])
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True, "overlap_gradients": False}])
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_it_knows_stacks_and_recomputation(
-    stack: Stack, recompute: str | tuple[str, int | None], changes: dict[str, bool], pipelines: int
+    stack: Stack, recompute: str | tuple[str | int, ...], changes: dict[str, bool], pipelines: int
 ) -> None:
     # Two nodes, as two stages that send messages, or as two pipelines that exchange gradients: no two transfers meet.
     cluster = server_cluster(2, stack=stack)
-    mode, layers = (recompute, None) if isinstance(recompute, str) else recompute
+    said: Any = (recompute,) if isinstance(recompute, str) else recompute
     cuts = ((0, 9), (9, 24)) if pipelines == 1 else ((0, 24),)
-    stages = [Stage((Replica(tuple(f"n{n}/{i}" for i in range(8)), 2),), (cuts[n % len(cuts)],), mode, layers) for n in range(2)]
+    stages = [Stage((Replica(tuple(f"n{n}/{i}" for i in range(8)), 2),), (cuts[n % len(cuts)],), *said) for n in range(2)]
     each = len(cuts)
     made = tuple(Pipeline(2, 5, tuple(stages[p * each : (p + 1) * each])) for p in range(pipelines))
     chosen = Plan(cluster.name, "gpt3-1.3b", 512, 10 * pipelines, made, "bf16", **changes)  # type: ignore[arg-type]
@@ -219,9 +221,10 @@ def drawn_plans(cluster: Cluster, model: Transformer, count: int) -> Iterator[Pl
             cuts = [0, *sorted(rng.choice(np.arange(1, model.layers), len(dealt) - 1, replace=False).tolist()), model.layers]
             stages = []
             for devices, start, stop in zip(dealt, cuts, cuts[1:], strict=False):
-                mode = str(rng.choice(["none", "selective", "full"]))
+                mode = str(rng.choice(RECOMPUTE))
                 full = int(rng.integers(0, stop - start + 1)) if mode == "full" and rng.random() < 0.5 else None
-                stages.append(Stage((Replica(devices, 2),), ((start, stop),), mode, full))
+                rest = str(rng.choice(RECOMPUTE[:-1])) if full is not None else "none"
+                stages.append(Stage((Replica(devices, 2),), ((start, stop),), mode, full, rest))
             pipelines.append(Pipeline(2, 6 + 4 * p, tuple(stages)))
         schedule = str(rng.choice(["1f1b", "eager-1f1b", "gpipe"]))
         yield Plan(cluster.name, model, 512, 32, tuple(pipelines), "fp16", schedule)

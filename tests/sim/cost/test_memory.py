@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.cost.memory import MemoryParts, count_holders, host_bytes, lane_parts, memory_parts, peak_bytes
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.compile import compile_plan, holders
-from sim.spec.counts import total_parameters
+from sim.spec.counts import RECOMPUTE, total_parameters
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.stack import Stack
@@ -339,7 +339,7 @@ plans = st.builds(
     micro_batch=st.integers(1, 3),
     micro_batches=st.integers(1, 8),
     sequence_length=st.sampled_from([16, 512]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute=st.sampled_from(RECOMPUTE),
     precision=st.sampled_from(["bf16", "fp32"]),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
     zero_stage=st.integers(0, 3),
@@ -367,8 +367,9 @@ def test_more_recomputation_never_needs_more(plan: Plan) -> None:
         )
         return replace(plan, pipelines=pipelines)
 
-    never_more(with_recompute("selective"), with_recompute("none"))
-    never_more(with_recompute("full"), with_recompute("selective"))
+    for some in ("pointwise", "selective"):
+        never_more(with_recompute(some), with_recompute("none"))
+        never_more(with_recompute("full"), with_recompute(some))
 
 
 @given(plans)

@@ -29,6 +29,8 @@ from sim.spec.counts import (
     layer_parameter_parts,
     layer_parameters,
     layer_parameters_at,
+    layer_pointwise_bytes,
+    layer_pointwise_kernels,
     layer_recompute_flop,
     layer_recompute_peak_bytes,
     model_flop,
@@ -270,6 +272,7 @@ def test_recomputation_repeats_attention_or_everything() -> None:
     gpt = transformer("gpt3-13b")
     flop = layer_forward_flop(gpt, 2048, 2048)
     assert layer_recompute_flop(gpt, 2048, 2048, "none") == 0
+    assert layer_recompute_flop(gpt, 2048, 2048, "pointwise") == 0
     assert layer_recompute_flop(gpt, 2048, 2048, "selective") == flop.attention
     assert layer_recompute_flop(gpt, 2048, 2048, "full") == flop.matmul + flop.attention
 
@@ -342,12 +345,25 @@ def test_llama_activation_bytes_counted_by_hand() -> None:
     llama, tokens = transformer("llama-3-8b"), 8192
     per_token = 4 * 4096 + (16 + 2 * 4) * 128 + 16 * 128 + 3 * 7168  # on one of two ranks
     assert layer_activation_bytes(llama, 1, tokens, 2, False, "none", 2) == tokens * (2 * per_token + 4 * 16)
+    dropped = 2 * 4096 + 7168  # the norms' results, and the product of gate and up
+    assert layer_activation_bytes(llama, 1, tokens, 2, False, "pointwise", 2) == tokens * (2 * (per_token - dropped) + 4 * 16)
 
 
 def test_mixture_activation_bytes_counted_by_hand() -> None:
     mixtral, tokens = transformer("mixtral-8x7b"), 1024
     per_token = 4 * 4096 + (32 + 2 * 8) * 128 + 32 * 128 + 2 * 3 * 14336 + 2 * 2 * 4096
     assert layer_activation_bytes(mixtral, 1, tokens, 1, False, "selective", 2) == tokens * (2 * per_token + 4 * 8)
+    none, pointwise = (layer_activation_bytes(mixtral, 1, tokens, 1, False, mode, 2) for mode in ("none", "pointwise"))
+    assert none - pointwise == tokens * 2 * (2 * 4096 + 2 * 14336)
+
+
+def test_pointwise_recomputation_moves_the_bytes_of_norms_and_activation() -> None:
+    """Each reads its inputs and writes its result once; relu, whose result is kept, is not computed again."""
+    llama, opt = transformer("llama-3-8b"), transformer("opt-1.3b")
+    assert layer_pointwise_bytes(llama, 100, 2, False, 2) == 100 * (2 * 2 * 4096 + 3 * 7168) * 2
+    assert layer_pointwise_bytes(llama, 100, 2, True, 2) == 100 * (2 * 2 * 2048 + 3 * 7168) * 2
+    assert layer_pointwise_bytes(opt, 100, 1, False, 2) == 100 * 2 * 2 * 2048 * 2
+    assert (layer_pointwise_kernels(llama), layer_pointwise_kernels(opt)) == (3, 2)
 
 
 def test_relu_keeps_its_result_only() -> None:
@@ -364,7 +380,8 @@ def test_activation_bytes_fall_with_recomputation_and_ranks_and_rise_with_the_mi
     def kept(recompute: str, batch: int = micro_batch, group: int = ranks) -> int:
         return layer_activation_bytes(model, batch, sequence_length, group, sequence_parallel, recompute, 2, flash)
 
-    assert 0 < kept("full") < kept("selective") < kept("none")
+    for some in ("pointwise", "selective"):
+        assert 0 < kept("full") < kept(some) < kept("none")
     assert kept("none", micro_batch + 1) > kept("none")
     assert kept("none") <= kept("none", group=1)
     assert kept("none", 2 * micro_batch) <= 2 * kept("none")
@@ -374,7 +391,7 @@ def test_activation_bytes_fall_with_recomputation_and_ranks_and_rise_with_the_mi
 
 
 def test_an_unknown_recompute_is_refused() -> None:
-    with pytest.raises(InputError, match="`recompute` of a layer must be one of none, selective, full, but got 'some'"):
+    with pytest.raises(InputError, match="of a layer must be one of none, pointwise, selective, full, but got 'some'"):
         layer_activation_bytes(transformer("gpt2"), 1, 8, 1, False, "some", 2)
     with pytest.raises(InputError, match="but got 'some'"):
         layer_recompute_flop(transformer("gpt2"), 8, 8, "some")

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.spec.cluster import Cluster
+from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.reading import InputError
 from sim.spec.transformer import transformer
 from tests.strategies import worlds
 
 TINY: dict[str, Any] = {"name": "tiny", "layers": 8, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
+
+ACCEPTED = "none, pointwise, selective, full, {MODE: NUMBER OF LAYERS} or {MODE: NUMBER OF LAYERS, rest: A MODE BEFORE IT}"
 
 
 def plan_of(*pipelines: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def test_the_plan_of_the_design_is_read() -> None:
     assert plan.transformer == transformer("llama-2-13b")
     last = plan.pipelines[0].stages[1]
     assert last.replicas == (Replica(("a100/2",), 3), Replica(("rtx4090-0/0", "rtx4090-0/1"), 1))
-    assert last.recomputed() == {"none": 12, "selective": 0, "full": 4}
+    assert last.recomputed() == {"none": 12, "pointwise": 0, "selective": 0, "full": 4}
     assert parse_plan(plan.to_json()) == plan
 
 
@@ -154,20 +157,36 @@ def test_end_stages_may_be_empty() -> None:
     assert [stage.layer_count for stage in parse_plan(json.dumps(values)).pipelines[0].stages] == [0, 8, 0]
 
 
+def test_the_modes_of_a_part_are_those_of_its_layers_in_their_order() -> None:
+    """Of layers 0, 1, 2 and 6, 7, 8 the first four are recomputed in full."""
+    stage = Stage((Replica(("a/0",), 1),), ((6, 9), (0, 3)), "full", 4, "pointwise")
+    none = {"none": 0, "selective": 0}
+    assert stage.recomputed() == none | {"full": 4, "pointwise": 2}
+    assert stage.recomputed_within((0, 3)) == none | {"full": 3, "pointwise": 0}
+    assert stage.recomputed_within((6, 9)) == none | {"full": 1, "pointwise": 2}
+    assert stage.recomputed_within((7, 9)) == none | {"full": 0, "pointwise": 2}
+    assert stage.recomputing("full", 6, "pointwise") == stage.recomputing("full")
+    assert stage.recomputing("full", 0, "pointwise") == stage.recomputing("pointwise")
+
+
 @pytest.mark.parametrize(
     ("recompute", "counts"),
     [
-        ("none", (5, 0, 0)),
-        ("selective", (0, 5, 0)),
-        ("full", (0, 0, 5)),
-        ({"full": 0}, (5, 0, 0)),
-        ({"full": 2}, (3, 0, 2)),
-        ({"full": 5}, (0, 0, 5)),
+        ("none", (5, 0, 0, 0)),
+        ("pointwise", (0, 5, 0, 0)),
+        ("selective", (0, 0, 5, 0)),
+        ("full", (0, 0, 0, 5)),
+        ({"full": 0}, (5, 0, 0, 0)),
+        ({"full": 2}, (3, 0, 0, 2)),
+        ({"full": 5}, (0, 0, 0, 5)),
+        ({"pointwise": 3}, (2, 3, 0, 0)),
+        ({"full": 2, "rest": "pointwise"}, (0, 3, 0, 2)),
+        ({"rest": "selective", "full": 1}, (0, 0, 4, 1)),
     ],
 )
-def test_recomputation_is_of_all_layers_or_of_some(recompute: object, counts: tuple[int, int, int]) -> None:
+def test_recomputation_is_of_all_layers_or_of_some(recompute: object, counts: tuple[int, ...]) -> None:
     plan = parse_plan(json.dumps(plan_of(pipeline_of(FIRST | {"recompute": recompute}, SECOND))))
-    assert plan.pipelines[0].stages[0].recomputed() == dict(zip(("none", "selective", "full"), counts, strict=True))
+    assert plan.pipelines[0].stages[0].recomputed() == dict(zip(RECOMPUTE, counts, strict=True))
     assert parse_plan(plan.to_json()) == plan
 
 
@@ -387,19 +406,23 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"devices": ["a/0"], "layers": [[]]}, ".layers: expected [start, stop] or a list of such ranges, but got [[]]"),
         (
             {"devices": ["a/0"], "layers": [0, 8], "recompute": "all"},
-            ".recompute: expected none, selective, full or {full: NUMBER OF LAYERS}, but got 'all'",
+            f".recompute: expected {ACCEPTED}, but got 'all'",
         ),
         (
             {"devices": ["a/0"], "layers": [0, 8], "recompute": {"full": -1}},
-            ".recompute: expected none, selective, full or {full: NUMBER OF LAYERS}, but got {'full': -1}",
+            f".recompute: expected {ACCEPTED}, but got {{'full': -1}}",
         ),
         (
             {"devices": ["a/0"], "layers": [0, 8], "recompute": {"full": True}},
-            ".recompute: expected none, selective, full or {full: NUMBER OF LAYERS}, but got {'full': True}",
+            f".recompute: expected {ACCEPTED}, but got {{'full': True}}",
         ),
         (
-            {"devices": ["a/0"], "layers": [0, 8], "recompute": {"selective": 2}},
-            ".recompute: expected none, selective, full or {full: NUMBER OF LAYERS}, but got {'selective': 2}",
+            {"devices": ["a/0"], "layers": [0, 8], "recompute": {"none": 2}},
+            f".recompute: expected {ACCEPTED}, but got {{'none': 2}}",
+        ),
+        (
+            {"devices": ["a/0"], "layers": [0, 8], "recompute": {"pointwise": 2, "rest": "full"}},
+            f".recompute: expected {ACCEPTED}, but got {{'pointwise': 2, 'rest': 'full'}}",
         ),
         (
             {"device": ["a/0"], "devices": ["a/0"], "layers": [0, 8]},
@@ -503,7 +526,8 @@ def test_a_pipeline_and_a_stage_are_checked_when_a_plan_is_made_of_them() -> Non
     what = "pipelines[0].stages[0]: a replica has at least one device and one sequence, but got"
     assert error(Pipeline(2, 3, (idle,))) == f"{what} 1 devices and 0 sequences"
     assert error(Pipeline(2, 3, (replace(stage, replicas=(Replica((), 2),)),))) == f"{what} 0 devices and 2 sequences"
-    counted = replace(stage, recompute="selective", recompute_layers=2)
-    rule = "pipelines[0].stages[0]: recompute is none, selective, full or full: NUMBER OF LAYERS, but got"
-    assert error(Pipeline(2, 3, (counted,))) == f"{rule} selective: 2"
+    turned = replace(stage, recompute="selective", recompute_layers=2, recompute_rest="full")
+    rule = f"pipelines[0].stages[0]: recompute is {ACCEPTED}, but got"
+    assert error(Pipeline(2, 3, (turned,))) == f"{rule} selective: 2, rest: full"
+    assert error(Pipeline(2, 3, (replace(stage, recompute_rest="pointwise"),))) == f"{rule} none, rest: pointwise"
     assert error(Pipeline(2, 3, (replace(stage, recompute="some"),))) == f"{rule} some"
