@@ -59,7 +59,7 @@ def plan_rows(plan: Plan, cluster: Cluster | None = None) -> Html:
         rows=_plan_rows(plan, cluster),
         ticks=_layer_ticks(plan.transformer.layers),
         tensor=any(len(replica.devices) > plan.context_parallel for _, _, _, replica in plan.replicas()),
-        recomputed=any(stage.recomputes for pipeline in plan.pipelines for stage in pipeline.stages),
+        recomputed=any(stage.most_recompute != "none" for pipeline in plan.pipelines for stage in pipeline.stages),
     )
 
 
@@ -99,7 +99,7 @@ def _plan_rows(plan: Plan, cluster: Cluster | None) -> list[_Row]:
                 f"p{p % PIPELINE_COLOURS}",
                 text,
                 title,
-                stage.recomputes,
+                stage.most_recompute != "none",
                 _beside((left + 1) / (layers + 2), (right + 1) / (layers + 2), text),
             )
             for left, right in ((start - (start == 0), stop + (stop == layers)) for start, stop in stage.layers)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from partition import plan as search_plan
-from partition.drafts import Settings
+from partition.drafts import Settings, amount_of, recomputing
 from sim.cost.feasibility import infeasible
 from sim.cost.network import Network
 from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
 from sim.spec.compile import lane_name
-from sim.spec.counts import RECOMPUTE as RECOMPUTE_MODES
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
@@ -258,7 +257,7 @@ def _less_recompute(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            if stage.recomputes:
+            if stage.most_recompute != "none":
                 groups.setdefault((s, stage.recompute_words), []).append((p, s))
     everything = [member for members in groups.values() for member in members]
     if len(groups) > 1:
@@ -268,45 +267,45 @@ def _less_recompute(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 
 
 def _recomputing_least(plan: Plan, cluster: Cluster, members: Sequence[tuple[int, int]], who: str) -> Change:
-    """The plan with as little recomputation in some stages as memory allows: none, a cheaper mode, or fewer layers in full."""
+    """The plan with as little recomputation in some stages as memory allows: none, or pointwise, or as few layers in full."""
     stages = [plan.pipelines[p].stages[s] for p, s in members]
     was = " and ".join(dict.fromkeys(stage.recompute_words for stage in stages))
-    without = _recomputing(plan, members, "none")
-    reason = infeasible(without, cluster)
-    if reason is None:
-        return Change(RECOMPUTE, f"{who}: no recomputation (was {was})", without, cluster)
-    most = max(RECOMPUTE_MODES.index(stage.recompute) for stage in stages)
-    for mode in RECOMPUTE_MODES[1:most]:
-        changed = _recomputing(plan, members, mode)
-        if infeasible(changed, cluster) is None:
-            return Change(RECOMPUTE, f"{who}: {mode} recomputation (was {was})", changed, cluster)
-    now = max(stage.recomputed()["full"] for stage in stages)
-    low, high = 0, now  # too few layers, and as many as now
-    while high - low > 1:
-        middle = (low + high) // 2
-        if infeasible(_recomputing(plan, members, "full", middle), cluster) is None:
-            high = middle
-        else:
-            low = middle
-    if high == now:
-        return Change(RECOMPUTE, f"{who}: less recomputation (was {was})", plan, cluster, reason)
-    name = f"{who}: recomputing at most {high} layers in full, the others pointwise (was {was})"
-    return Change(RECOMPUTE, name, _recomputing(plan, members, "full", high), cluster)
-
-
-def _recomputing(plan: Plan, members: Sequence[tuple[int, int]], mode: str, most: int | None = None) -> Plan:
-    """The plan with another mode in some stages, where they recompute more; with `most`, so many layers in full at most."""
     chosen = set(members)
 
-    def changed(p: int, s: int, stage: Stage) -> Stage:
-        if (p, s) not in chosen:
-            return stage
-        if most is not None:
-            return stage if stage.recomputed()["full"] <= most else stage.recomputing("full", most, "pointwise")
-        more = RECOMPUTE_MODES.index(stage.recompute) > RECOMPUTE_MODES.index(mode)
-        return stage.recomputing(mode) if more else stage
+    def with_amount(most: int) -> Plan:
+        """With what saves as much memory as they do now, but no more than an amount of recomputation."""
 
-    return _with_stages(plan, changed)
+        def changed(p: int, s: int, stage: Stage) -> Stage:
+            return recomputing(stage, min(most, amount_of(stage))) if (p, s) in chosen and amount_of(stage) > most else stage
+
+        return _with_stages(plan, changed)
+
+    reason = infeasible(without := _with_mode(plan, chosen, "none"), cluster)
+    if reason is None:
+        return Change(RECOMPUTE, f"{who}: no recomputation (was {was})", without, cluster)
+    few, enough = 0, max(amount_of(stage) for stage in stages)  # too little, and as much as now
+    now = enough
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        if infeasible(with_amount(middle), cluster) is None:
+            enough = middle
+        else:
+            few = middle
+    found = with_amount(enough)
+    # Without flash attention its core keeps most, and computing it again takes less than whole layers.
+    selective = _with_mode(plan, chosen, "selective")
+    again = [found.pipelines[p].stages[s].most_recompute for p, s in members]
+    if "full" in again and infeasible(selective, cluster) is None:
+        found = selective
+    elif enough == now:
+        return Change(RECOMPUTE, f"{who}: less recomputation (was {was})", plan, cluster, reason)
+    left = " and ".join(dict.fromkeys(found.pipelines[p].stages[s].recompute_words for p, s in members))
+    return Change(RECOMPUTE, f"{who}: recomputation {left} (was {was})", found, cluster)
+
+
+def _with_mode(plan: Plan, chosen: Collection[tuple[int, int]], mode: str) -> Plan:
+    """The plan with all layers of some stages under a mode of recomputation."""
+    return _with_stages(plan, lambda p, s, stage: stage.recomputing(mode) if (p, s) in chosen else stage)
 
 
 def _with_stages(plan: Plan, changed: Callable[[int, int, Stage], Stage]) -> Plan:

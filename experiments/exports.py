@@ -142,10 +142,9 @@ def _most_recompute(stages: Sequence[Stage], notes: _Notes, system: str, s: int)
 
 
 def _recomputed(stage: Stage) -> tuple[int, int]:
-    """How much a stage recomputes: the mode of its first layers, and how many they are."""
-    counts = stage.recomputed()
-    most = max(n for n, mode in enumerate(RECOMPUTE) if counts[mode] or n == 0)
-    return most, counts[RECOMPUTE[most]]
+    """How much a stage recomputes: the mode that recomputes most, as its place in `RECOMPUTE`, and the layers under it."""
+    mode = stage.most_recompute
+    return RECOMPUTE.index(mode), stage.recomputed()[mode]
 
 
 def _equal_cuts(grid: _Grid) -> bool:

@@ -107,7 +107,7 @@ def plot_plan(
     for p, s, r, replica in plan.replicas():
         fill, text = _PIPELINE_FILLS[p % len(_PIPELINE_FILLS)]
         stage, tensor = plan.pipelines[p].stages[s], len(replica.devices) // plan.context_parallel
-        hatch = _RECOMPUTE_HATCHES.get(stage.recompute) if roomy else None
+        hatch = _RECOMPUTE_HATCHES.get(stage.most_recompute) if roomy else None
         name = f"p{p}s{s}" + (f"r{r}" if len(stage.replicas) > 1 else "")
         for first, after in _blocks(sorted(rows[device] for device in replica.devices)):
             for left, right in _drawn_ranges(stage, plan.transformer.layers):
@@ -138,7 +138,7 @@ def _plan_legend(plan: Plan, shares: Sequence[float], roomy: bool) -> list[Patch
     handles = [
         Patch(facecolor="#D0D0D0", edgecolor="#FFFFFF", hatch=hatch, label=f"recomputed: {how}")
         for how, hatch in _RECOMPUTE_HATCHES.items()
-        if roomy and any(stage.recompute == how for stage in stages)
+        if roomy and any(stage.most_recompute == how for stage in stages)
     ]
     if any(share > _NEARLY_FULL for share in shares):
         handles.append(Patch(facecolor=VERMILLION, label=f"memory more than {_NEARLY_FULL * 100:.0f} % full"))

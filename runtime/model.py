@@ -24,6 +24,7 @@ from runtime.tensor_parallel import (
     row_linear,
     vocabulary_embedding,
 )
+from sim.spec.counts import recomputes_activation
 from sim.spec.plan import LayerRange
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -184,7 +185,7 @@ class Layer(nn.Module):
         self._around_layer = _recomputed if recompute == "full" else _called
         self._around_core = _recomputed if recompute == "selective" else _called
         self._remakes_norms = recompute == "pointwise"
-        self._remakes_activation = recompute == "pointwise" and t.activation != "relu"  # whose backward keeps its result
+        self._remakes_activation = recompute == "pointwise" and recomputes_activation(t)
 
     def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
         """The residual stream behind the layer. `rotary_tables` and `window_mask` of the whole sequence are given."""

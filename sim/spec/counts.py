@@ -345,7 +345,7 @@ def layer_activation_bytes(
         return _share(tokens * t.hidden * precision_bytes, whole_ranks)
     query, keys = _attention_widths(t, tensor_parallel)
     again = recompute == "pointwise"
-    of_mlp = _mlp_kept(t) - (again and _recomputes_activation(t))
+    of_mlp = _mlp_kept(t) - (again and recomputes_activation(t))
     elements = 2 * query + 2 * keys + (query + keys) * t.qk_norm + of_mlp * _mlp_width(t, tensor_parallel)
     copied_bytes = 0
     if t.experts is not None:
@@ -362,7 +362,7 @@ def _mlp_kept(t: Transformer) -> int:
     return {"gelu": 2, "relu": 1, "swiglu": 3}[t.activation]
 
 
-def _recomputes_activation(t: Transformer) -> bool:
+def recomputes_activation(t: Transformer) -> bool:
     """Whether "pointwise" recompute computes the activation again: relu's backward needs the result itself."""
     return t.activation != "relu"
 
@@ -495,12 +495,12 @@ def layer_pointwise_bytes(
     """Of `layer_memory_bytes`, what "pointwise" recompute repeats: both norms, and the activation where it does."""
     t = transformer
     norms = _share(tokens * 4 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    return (norms + tokens * _activation_elements(t, tensor_parallel) * _recomputes_activation(t)) * precision_bytes
+    return (norms + tokens * _activation_elements(t, tensor_parallel) * recomputes_activation(t)) * precision_bytes
 
 
 def layer_pointwise_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Of `layer_kernels`, what "pointwise" recompute repeats."""
-    return 2 + _activations(layer_matmuls(transformer, 1, 1, expert_parallel)) * _recomputes_activation(transformer)
+    return 2 + _activations(layer_matmuls(transformer, 1, 1, expert_parallel)) * recomputes_activation(transformer)
 
 
 def _activations(matmuls: Iterable[Matmul]) -> int:

@@ -89,9 +89,9 @@ class Stage:
         return counts
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any layer is under another mode than 'none'."""
-        return self.recomputed()["none"] < self.layer_count
+    def most_recompute(self) -> str:
+        """Of the modes that its layers are under, the one that recomputes most."""
+        return [mode for mode, count in self.recomputed().items() if count or mode == "none"][-1]
 
     def recomputing(self, mode: str, layers: int | None = None, rest: str = "none") -> Stage:
         """The stage with its first `layers` layers under a mode (None: all) and the others under another one."""

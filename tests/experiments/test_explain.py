@@ -102,7 +102,7 @@ def test_recomputation_that_memory_does_not_need_is_left_out() -> None:
     assert or_one is not None and simulate(bare, cluster).iteration_s < or_one < told.trace.iteration_s
 
 
-def test_where_memory_is_short_as_few_layers_as_fit_are_recomputed() -> None:
+def test_where_memory_is_short_as_little_as_fits_is_recomputed() -> None:
     cluster = ethernet_cluster([1], 1e9)
     shape = replace(two_stages().transformer, layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64)
     made = plan([[replace(stage("n0/0", (0, 4)), recompute="full")]], 1, model=shape, sequence_length=4096)
@@ -120,20 +120,22 @@ def test_where_memory_is_short_as_few_layers_as_fit_are_recomputed() -> None:
         (effect,) = [effect for effect in explain(made, tight).effects if effect.group == "recompute"]
         return effect
 
-    def mixed(count: int) -> Plan:
-        one = made.pipelines[0].stages[0].recomputing("full", count, "pointwise")
+    def recomputing(counts: tuple[int, int]) -> Plan:
+        full, pointwise = counts
+        mode, some, rest = ("full", full, "pointwise") if full else ("pointwise", pointwise, "none")
+        one = made.pipelines[0].stages[0].recomputing(mode, some, rest)
         return replace(made, pipelines=(replace(made.pipelines[0], stages=(one,)),))
 
-    cheap = [simulate(mixed(count), cluster) for count in range(4)]
-    needs = [max(trace.peak_bytes.values()) for trace in cheap]
-    assert needs == sorted(needs, reverse=True) and needs[0] < peaks[-1]
-    assert len(set(needs)) > 2
-    for memory_bytes in needs:
-        count = next(count for count, need in enumerate(needs) if need <= memory_bytes)
-        how = f"recomputing at most {count} layers in full, the others pointwise" if count else "pointwise recomputation"
+    ways = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (2, 2), (3, 1)]  # layers in full and pointwise, the cheapest first
+    words = [*(f"pointwise {n}/4" for n in (1, 2, 3)), "pointwise", *(f"full {n}/4, rest pointwise" for n in (1, 2, 3))]
+    traces = [simulate(recomputing(counts), cluster) for counts in ways]
+    needs = [max(trace.peak_bytes.values()) for trace in traces]
+    assert len(set(needs)) > 4
+    for memory_bytes in (need for need in needs if need < peaks[-1]):  # of one layer as much comes back as is saved
+        first = next(n for n, need in enumerate(needs) if need <= memory_bytes)
         effect = least(memory_bytes)
-        assert effect.name == f"stage p0s0: {how} (was full)"
-        assert effect.iteration_s == cheap[count].iteration_s
+        assert effect.name == f"stage p0s0: recomputation {words[first]} (was full)"
+        assert effect.iteration_s == traces[first].iteration_s
     assert least(peaks[0]).iteration_s is None
 
 
