@@ -126,6 +126,15 @@ class Deals:
             for by_node in (True, False):
                 yield Deal(rows, pipelines, by_node, 1, settings)
 
+    def few(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
+        """Deals of so many pipelines on some nodes of one row, half of them, a quarter, ...: all others are left out."""
+        for i, nodes in enumerate(self._rows):
+            others = [Row(row, 0) for n, row in enumerate(self._rows) if n != i]
+            for count in sorted({max(1, len(nodes) >> halvings) for halvings in range(len(nodes).bit_length())}):
+                left = [Row(nodes[count:], 0)] if count < len(nodes) else []
+                for degree in self._degrees(nodes):
+                    yield Deal((Row(nodes[:count], degree), *left, *others), pipelines, True, 1, settings)
+
     def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
 

@@ -400,6 +400,7 @@ class _Hunt:
     def begin_deals(self) -> None:
         """Finds the best start among deals for each number of pipelines, of the first settings under which one can run.
 
+        Where links are slow a few nodes of one kind may be better than any that use all, and starts, too.
         Where there is not time for all numbers, it finds as many as there are processes that descend from them.
         """
         firsts: list[tuple[float, Deal]] = []
@@ -410,15 +411,20 @@ class _Hunt:
             if len(firsts) >= DEALERS and self.search.past(until_s):
                 break
             for settings in START_SETTINGS:
-                best: tuple[float, Deal] | None = None
-                for start in self.deals.starts(number, settings):
-                    least_s = math.inf if best is None else best[0]
-                    if (seconds := self.deal_s(start, least_s)) < least_s:
-                        best = seconds, start
-                if best is not None:
-                    firsts.append(best)
+                begun = self._best_start(self.deals.starts(number, settings), math.inf)
+                begun += self._best_start(self.deals.few(number, settings), begun[0][0] if begun else math.inf)
+                firsts += begun
+                if begun:
                     break
         self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
+
+    def _best_start(self, deals: Iterable[Deal], least_s: float) -> list[tuple[float, Deal]]:
+        """The best of some deals, if it takes less than so many seconds."""
+        best: list[tuple[float, Deal]] = []
+        for start in deals:
+            if (seconds := self.deal_s(start, least_s)) < least_s:
+                best, least_s = [(seconds, start)], seconds
+        return best
 
     def deal(self) -> None:
         """Descends among deals, and has where they end judged, until their share of the budget is spent.

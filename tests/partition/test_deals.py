@@ -43,6 +43,21 @@ def devices_of(deal: Deal, used: bool = False) -> list[str]:
     return [name for row in deal.rows if row.degree or not used for nodes in row.nodes for name in nodes]
 
 
+@settings(deadline=None, max_examples=50)
+@given(worlds, st.integers(1, 3))
+def test_deals_of_few_nodes_have_all_of_a_kind_or_a_half_or_a_quarter(world: Cluster, pipelines: int) -> None:
+    found: dict[object, set[int]] = {}
+    for deal in deals_of(world).few(pipelines, Settings()):
+        assert sorted(devices_of(deal)) == sorted(device.name for device in world.devices) and deal.pipelines == pipelines
+        used = {name.split("/")[0] for name in devices_of(deal, used=True)}
+        (kind,) = {(node.gpu.name, node.gpus) for node in world.nodes if node.name in used}
+        found.setdefault(kind, set()).add(len(used))
+    for kind, counts in found.items():
+        most = sum((node.gpu.name, node.gpus) == kind for node in world.nodes)
+        assert counts == {most, max(1, most // 2), max(1, most // 4)}
+    assert len(found) == len({(node.gpu.name, node.gpus) for node in world.nodes})
+
+
 @settings(deadline=None, max_examples=100)
 @given(worlds, st.integers(1, 6), st.integers(0, 2**32), st.integers(0, 6))
 def test_a_layout_has_the_devices_of_its_rows_once_in_groups_of_one_node(world: Cluster, count: int, seed: int, n: int) -> None:
