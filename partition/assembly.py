@@ -42,6 +42,8 @@ class _Cut:
     counts: tuple[int, ...]
     amounts: tuple[int, ...]
     pace: Pace
+    least_fill_s: float
+    """Of what it takes once, the part up to the slowest stage: the stages behind that one fill and drain beside it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class Dealt:
     def pace_s(self) -> float:
         """When the last pipeline ends its last backward by its pace, and a step after it: a first guess at the iteration."""
         return self.paced_s(1)
+
+    @property
+    def least_s(self) -> float:
+        """The same with no more of what each takes once than is certain: about the least that it can be."""
+        ends = [cut.least_fill_s + n * cut.pace.period_s for cut, n in zip(self.cuts, self.micro_batches, strict=True)]
+        return max(ends) + self.step_s
 
     def paced_s(self, chunks: int) -> float:
         """The same where pipelines fill and drain in so small a part of the time, as stages of so many ranges of layers may."""
@@ -199,7 +207,8 @@ class Assembly:
             fill_s, period_s = course.ends(twins)
             seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:
-                best = seconds, _Cut(tuple(counts), amounts, Pace(micro_batch, fill_s, period_s))
+                least_fill_s = min(fill_s, course.least_fill_s())
+                best = seconds, _Cut(tuple(counts), amounts, Pace(micro_batch, fill_s, period_s), least_fill_s)
         assert best is not None
         return best[1]
 

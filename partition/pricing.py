@@ -153,6 +153,17 @@ class Course:
         way_s = sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - sum(self.weight_s[1:])
         return way_s - period_s, period_s
 
+    def least_fill_s(self) -> float:
+        """Seconds by which it takes longer than its slowest stage works, at least, without messages.
+
+        A stage waits for its first micro-batch, and those before it for its last gradient.
+        """
+        both_s = [forward_s + backward_s for forward_s, backward_s in zip(self.forward_s, self.backward_s, strict=True)]
+        weight_s = self.weight_s or (0.0,) * len(both_s)
+        before_s = [0.0, *accumulate(both - weight for both, weight in zip(both_s, weight_s[1:], strict=False))]
+        ends = [before + self.micro_batches * own for before, own in zip(before_s, both_s, strict=True)]
+        return max(ends) - self.micro_batches * max(both_s)
+
     def end_s(self, twins: int = 1, busy: Mapping[int, float] | None = None, total_s: float = 1.0) -> float:
         """When its last backward ends. See `ends`."""
         fill_s, period_s = self.ends(twins, busy, total_s)

@@ -674,7 +674,7 @@ class _Hunt:
         dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         if dealt is None:
             return math.inf
-        if self.charges.least_s(dealt.pace_s, _devices(layout)) > PACED * worth_s:
+        if self.charges.least_s(dealt.least_s, _devices(layout)) > PACED * worth_s:
             return PACED * worth_s
         draft = self.assembly.built(dealt)
         return math.inf if draft is None else self.draft_s(draft, layout.settings, worth_s)

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies
 
 from partition.drafts import Draft, Settings, make_plan, stage, updated_parameters
 from partition.layers import even_split, ranges
-from partition.pricing import FEW_STAGES, Pricing, schedule_period_s
+from partition.pricing import FEW_STAGES, Course, Message, Pricing, schedule_period_s
 from partition.room import Room
 from sim.cost.compute import ComputeCost
 from sim.cost.memory import host_bytes, host_parameter_bytes
@@ -261,3 +261,21 @@ def test_gradients_do_not_wait_for_the_weight_halves_of_later_stages(stages: lis
         for i in range(j)
     )
     assert schedule_period_s("split-1f1b", forward, backward, waits[:-1], (), weight) == pytest.approx(largest)
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "backward_s", "weight_s", "expected_s"),
+    [
+        ((1.0, 1.0, 3.0), (2.0, 2.0, 6.0), (), 6.0),  # the ways to the last stage, and back from it
+        ((3.0, 1.0, 1.0), (6.0, 2.0, 2.0), (), 0.0),  # stages behind the slowest fill and drain beside it
+        ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (), 6.0),
+        ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (1.0, 1.0, 1.0), 4.0),  # gradients go on before weight halves
+    ],
+)
+def test_what_a_pipeline_takes_besides_its_slowest_stage(
+    forward_s: tuple[float, ...], backward_s: tuple[float, ...], weight_s: tuple[float, ...], expected_s: float
+) -> None:
+    schedule = "split-1f1b" if weight_s else "1f1b"
+    course = Course(schedule, 10, forward_s, backward_s, ((Message(0.0, 0.0, ()),) * 2,) * 2, 0, (), weight_s)
+    assert course.least_fill_s() == pytest.approx(expected_s)
+    assert course.least_fill_s() <= course.ends()[0] + 1e-12
