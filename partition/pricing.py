@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -149,9 +149,9 @@ class Course:
             (there.seconds(size, twins, busy, per_s) + back.seconds(size, twins, busy, per_s)) / 2
             for there, back in self.messages
         ]
-        period_s = schedule_period_s(self.schedule, self.forward_s, self.backward_s, waits, self.ahead, self.weight_s)
-        way_s = sum(self.forward_s) + sum(self.backward_s) + 2 * sum(waits) - sum(self.weight_s[1:])
-        return way_s - period_s, period_s
+        return schedule_ends_s(
+            self.schedule, self.micro_batches, self.forward_s, self.backward_s, waits, self.ahead, self.weight_s
+        )
 
     def least_fill_s(self) -> float:
         """Seconds by which it takes longer than its slowest stage works, at least, without messages.
@@ -617,32 +617,89 @@ def schedule_period_s(
     if schedule == "gpipe":
         there = max(max(forward), max(waits, default=0.0))
         return there + max(max(backward), max(waits, default=0.0))
-    if len(forward) == 1:
-        return forward[0] + backward[0]
+    return max(_runs(schedule, forward, backward, waits, ahead, weight).period_s)
+
+
+def schedule_ends_s(
+    schedule: str,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    waits: Sequence[float],
+    ahead: Sequence[int] = (),
+    weight: Sequence[float] = (),
+) -> tuple[float, float]:
+    """Seconds that a pipeline takes once, and `schedule_period_s`: together the end of its last backward.
+
+    Stages that are slow together, or wait for each other's messages, end last. They wait for their first micro-batch, and the
+    stages before them for the last gradient. What a micro-batch takes behind them is hidden by the forwards that the last of them
+    does meanwhile when it begins, and by its backwards when it ends.
+    """
+    if schedule == "gpipe":
+        period_s = schedule_period_s(schedule, forward, backward, waits)
+        return sum(forward) + sum(backward) + 2 * sum(waits) - period_s, period_s
+    runs = _runs(schedule, forward, backward, waits, ahead, weight)
+    idle_s = []
+    for there_s, back_s, end_s, held in zip(forward, backward, runs.ends_s, runs.held, strict=True):
+        behind_s, hidden = runs.ends_s[-1] - end_s, min(runs.held[-1] - held, micro_batches - 1)
+        idle_s.append(min(behind_s, max(0.0, behind_s - hidden * there_s) + max(0.0, behind_s - hidden * back_s)))
+    first_s = weight[0] if weight else 0.0
+    last_s = max(
+        first_s + runs.ends_s[last] + (micro_batches - 1) * own_s + idle_s[last]
+        for own_s, last in zip(runs.period_s, runs.last, strict=True)
+    )
+    period_s = max(runs.period_s)
+    return last_s - micro_batches * period_s, period_s
+
+
+class _Runs(NamedTuple):
+    """What the runs of consecutive stages tell of a pipeline, a number for each stage."""
+
+    ends_s: Sequence[float]
+    """What a micro-batch takes there and back, up to this stage, less the weight halves."""
+    held: Sequence[int]
+    """How many micro-batches fewer than in the first stage are under way."""
+    period_s: Sequence[float]
+    """The longest between two micro-batches, over the runs that begin here."""
+    last: Sequence[int]
+    """The stage that this run ends with."""
+
+
+def _runs(
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    waits: Sequence[float],
+    ahead: Sequence[int],
+    weight: Sequence[float],
+) -> _Runs:
+    """The runs of stages of any schedule but GPipe's. See `schedule_period_s`."""
     # From stage i to stage j so many micro-batches are under way at once; what one of them takes there and back is the total
     # up to j less that before i.
     each = 2 if schedule in ("eager-1f1b", "zb-2p") else 1
     further = [each + more for more in ahead] or [each] * (len(forward) - 1)
     weight = weight or [0.0] * len(forward)
     if len(forward) <= FEW_STAGES:
-        begins, ends, total_s = [], [], 0.0
+        begins, ends, held, total_s = [], [], [0, *accumulate(further)], 0.0
         for there_s, back_s, wait_s, weight_s in zip(forward, backward, (0.0, *waits), weight, strict=True):
             begins.append(total_s + 2 * wait_s - weight_s)
             total_s += 2 * wait_s + there_s + back_s - weight_s
             ends.append(total_s)
-        period_s = 0.0
+        periods, last = [], []
         for i, begin_s in enumerate(begins):
-            count = 1
-            for end_s, more in zip(ends[i:], (*further[i:], 0), strict=True):
-                mean_s = (end_s - begin_s) / count
+            period_s, before, at = 0.0, held[i] - 1, i
+            for j in range(i, len(ends)):
+                mean_s = (ends[j] - begin_s) / (held[j] - before)
                 if mean_s > period_s:
-                    period_s = mean_s
-                count += more
-        return period_s
+                    period_s, at = mean_s, j
+            periods.append(period_s)
+            last.append(at)
+        return _Runs(ends, held, periods, last)
     waiting = 2 * np.array([0.0, *waits])
     ended = np.cumsum(np.add(forward, backward) + waiting - np.array(weight))
     begun = np.concatenate([[0.0], ended[:-1]]) + waiting - np.array(weight)
-    held = np.concatenate([[0], np.cumsum(further)])
-    counts = held - held[:, None] + 1
-    counts[np.tril_indices(len(held), -1)] = 0
-    return float(((ended - begun[:, None]) / np.where(counts > 0, counts, np.inf)).max())
+    under_way = np.concatenate([[0], np.cumsum(further)])
+    counts = under_way - under_way[:, None] + 1
+    counts[np.tril_indices(len(under_way), -1)] = 0
+    means = (ended - begun[:, None]) / np.where(counts > 0, counts, np.inf)
+    return _Runs(ended.tolist(), under_way.tolist(), means.max(axis=1).tolist(), means.argmax(axis=1).tolist())

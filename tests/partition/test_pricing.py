@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies
 
 from partition.drafts import Draft, Settings, make_plan, stage, updated_parameters
 from partition.layers import even_split, ranges
-from partition.pricing import FEW_STAGES, Course, Message, Pricing, schedule_period_s
+from partition.pricing import FEW_STAGES, Course, Message, Pricing, schedule_ends_s, schedule_period_s
 from partition.room import Room
 from sim.cost.compute import ComputeCost
 from sim.cost.memory import host_bytes, host_parameter_bytes
@@ -279,3 +279,71 @@ def test_what_a_pipeline_takes_besides_its_slowest_stage(
     course = Course(schedule, 10, forward_s, backward_s, ((Message(0.0, 0.0, ()),) * 2,) * 2, 0, (), weight_s)
     assert course.least_fill_s() == pytest.approx(expected_s)
     assert course.least_fill_s() <= course.ends()[0] + 1e-12
+
+
+def replayed_s(forward: list[float], backward: list[float], waits: list[float], micro_batches: int, weight: list[float]) -> float:
+    """When the last backward of 1F1B ends: every pass begins when its stage is free and its message is there."""
+    depth, sent, free, done = len(forward), dict[tuple[str, int, int], float](), [0.0] * len(forward), [0] * len(forward)
+    orders = []
+    for s in range(depth):
+        first = min(depth - s - 1, micro_batches)
+        order = [("forward", m) for m in range(first)]
+        for m in range(micro_batches):
+            order += [("forward", first + m)] if first + m < micro_batches else []
+            order += [("backward", m)]
+        orders.append(order)
+    while any(done[s] < len(orders[s]) for s in range(depth)):
+        for s, order in enumerate(orders):
+            while done[s] < len(order):
+                sort, m = order[done[s]]
+                other = s - 1 if sort == "forward" else s + 1
+                come_s = 0.0
+                if 0 <= other < depth:
+                    if (sort, other, m) not in sent:
+                        break
+                    come_s = sent[sort, other, m] + waits[min(s, other)]
+                begin_s = max(free[s], come_s)
+                free[s] = begin_s + (forward[s] if sort == "forward" else backward[s])
+                sent[sort, s, m] = free[s] - (weight[s] if sort == "backward" else 0.0)
+                done[s] += 1
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    ("halves", "wait_s", "most"), [(False, 0.0, 0.003), (True, 0.0, 0.001), (False, 0.2, 0.003), (True, 0.2, 0.001)]
+)
+def test_unequal_stages_end_when_a_replay_of_their_passes_does(halves: bool, wait_s: float, most: float) -> None:
+    rng, errors = np.random.default_rng(0), []
+    for _ in range(300):
+        depth = int(rng.integers(2, 9))
+        micro_batches = int(rng.integers(depth, 33))
+        forward = rng.uniform(0.6, 1.4, depth)
+        backward = forward * rng.uniform(2.0, 2.5, depth)
+        waits, weight = rng.uniform(0.0, wait_s, depth - 1) if wait_s else np.zeros(depth - 1), halves * backward / 2
+        passes = forward.tolist(), backward.tolist(), waits.tolist()
+        schedule = "split-1f1b" if halves else "1f1b"
+        fill_s, period_s = schedule_ends_s(schedule, micro_batches, *passes, (), weight.tolist() if halves else ())
+        errors.append((fill_s + micro_batches * period_s) / replayed_s(*passes, micro_batches, weight.tolist()) - 1)
+    assert np.abs(errors).mean() < most
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "expected_s"),
+    [
+        ([3.0, 1.0, 1.0], [6.0, 2.0, 2.0], 90.0),  # both others end while the first does forwards ahead
+        ([1.0, 3.0, 1.0], [2.0, 6.0, 2.0], 93.0),  # so does the last; the first fills and drains
+        ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 36.0),
+        (
+            [2.0, 2.0, 2.0, 1.0],
+            [4.0, 4.0, 4.0, 2.0],
+            73.0,
+        ),  # the last begins with a stage's second forward, and ends a second later
+    ],
+)
+def test_what_lies_behind_the_slowest_stage_is_hidden_by_its_other_passes(
+    forward: list[float], backward: list[float], expected_s: float
+) -> None:
+    waits = [0.0] * (len(forward) - 1)
+    fill_s, period_s = schedule_ends_s("1f1b", 10, forward, backward, waits)
+    assert fill_s + 10 * period_s == pytest.approx(expected_s)
+    assert replayed_s(forward, backward, waits, 10, [*waits, 0.0]) == pytest.approx(expected_s)
