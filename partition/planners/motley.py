@@ -277,6 +277,8 @@ class _Hunt:
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
         """By the number of pipelines, the best deal by the judge, and its seconds."""
+        self.least_s = math.inf
+        """The least that a plan on these GPUs takes by the judge; the search's best may be on others, if they are chosen, too."""
         self._slow: set[Plan] = set()
         """Plans whose verdicts took too long."""
         self._plans: dict[Settings, Plan] = {}
@@ -330,6 +332,11 @@ class _Hunt:
         for entry in found:
             self._keep(*entry)
         self.deal()
+        if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
+            best_s, best, draft = self.ranked()[0]
+            if best_s < self.least_s:
+                with self._clocked(draft):
+                    self.judged([(draft, best.settings)])
         for _, deal in self.ends.values():  # no start may fit where these do
             layout = self.deals.layout(deal)
             if layout is not None:
@@ -345,8 +352,7 @@ class _Hunt:
 
     def try_grids(self) -> None:
         """Has those grids judged that divide gradients, parameters or experts and may be better than the best plan so far."""
-        # Of plans on these GPUs: the search's best may be on others, where they are chosen, too.
-        least_s = min((seconds for seconds, _ in self.ends.values()), default=math.inf)
+        least_s = self.least_s
         part_s, now_s = DIVIDED * self.search.budget_s, self.search.elapsed_s
         grids = Grids(self.search.cluster, self.job, list(self.nodes.values()), self.pricing)
 
@@ -492,7 +498,7 @@ class _Hunt:
                 self.longest = max(self.longest, found.longest)
                 for plan, verdict, deal in found.judged:
                     self.search.take(plan, verdict)
-                    self._note_end(self.ends, plan, verdict, deal)
+                    self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -1222,10 +1228,9 @@ class _Hunt:
 
     def try_chunked_grids(self) -> None:
         """Has grids judged whose stages hold several ranges of layers, if they may be better than the best plan so far."""
-        least_s = min((seconds for seconds, _ in self.ends.values()), default=math.inf)
         now_s, part_s = self.search.elapsed_s, INTERLEAVED * self.search.budget_s
-        grids = self._chunked_grids(least_s, now_s + part_s / 3, now_s + part_s / 2)
-        self._try_chunked(grids, least_s, now_s + part_s)
+        grids = self._chunked_grids(self.least_s, now_s + part_s / 3, now_s + part_s / 2)
+        self._try_chunked(grids, self.least_s, now_s + part_s)
 
     def chunk(self, entries: Sequence[tuple[float, Draft, Settings]], least_s: float) -> bool:
         """Whether the best of different shapes are better with several ranges of layers in each stage, by the judge."""
@@ -1372,7 +1377,9 @@ class _Hunt:
             verdict = None if plan is None else verdicts.get(plan)
             return self.charges.judged_s(plan, verdict) if plan is not None and isinstance(verdict, Cost) else math.inf
 
-        return [seconds(plan) for plan in plans]
+        told = [seconds(plan) for plan in plans]
+        self.least_s = min([self.least_s, *told])
+        return told
 
     def _variants(self, draft: Draft, settings: Settings) -> Iterator[Draft]:
         """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized, or

@@ -125,6 +125,22 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
     assert min(map(hunt.deal_s, found.unjudged)) < hunt.deal_s(start)
 
 
+def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_tried() -> None:
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    hunt.load(60.0)
+    hunt.score_s(next(hunt.starts()))
+    hunt.judge_soon()
+    first_s, hunt.longest = hunt.least_s, (1, 100.0)  # seconds for each unit of work
+    hunt.begin()
+    best_s, layout, draft = hunt.ranked()[0]
+    assert not hunt.ends
+    assert search.best is not None and search.best[0] == make_plan(world, search.job, draft, layout.settings)
+    assert search.best[1].iteration_s == hunt.least_s < first_s
+    assert best_s < first_s
+
+
 def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() -> None:
     world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
     work = job(SMALL, sequence_length=2048, batch=32)
