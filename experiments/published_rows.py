@@ -197,6 +197,6 @@ def _cell(text: str, column: str) -> Any:
         if not (value.is_integer() and 1 <= value < 2**53):
             raise InputError(f"{column} is a whole number of at least 1, or empty, but got {text!r}")
         return int(value)
-    if not 0 <= value < math.inf:
-        raise InputError(f"{column} is a number of at least 0, or empty, but got {text!r}")
+    if not 0 < value < math.inf:
+        raise InputError(f"{column} is a number above 0, or empty, but got {text!r}")
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from experiments.agreement import MEMORY, TIME, FitCheck, fit_summary, summary
+from experiments.agreement import MEMORY, TIME, Comparison, FitCheck, fit_summary, summary
 from experiments.alternatives import Alternative
 from experiments.explain import Effect, Explanation, OneMore
 from experiments.measured import RunReport
@@ -570,6 +570,8 @@ Cells = list[tuple[str, ...]]
 
 MOST_REASONS = 12
 """How many reasons are told for which runs were not modelled, the most frequent first; the JSON file has all."""
+NAMED = 2
+"""So many runs are named for each reason."""
 
 _ERRORS = {
     "mean %": "mean_absolute_relative_error",
@@ -593,7 +595,7 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
     )
     found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
     found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.held_out_checks)))
-    found.append(("Runs that are not modelled", reason_cells(overall)))
+    found.append(("Runs that are not modelled", reason_cells(told.held_out)))
     return [(title, cells) for title, cells in found if len(cells) > 1]
 
 
@@ -680,13 +682,18 @@ def fit_cells(checks: Sequence[FitCheck]) -> Cells:
     return [("source", "what happened", "judged", "said right", "right %", "not modelled"), *rows]
 
 
-def reason_cells(overall: Mapping[str, Any], reasons: int = MOST_REASONS) -> Cells:
-    """A row per reason for which runs were not modelled, the most frequent first."""
-    found = list(overall["reasons"].items())
-    rows = [(str(count), reason) for reason, count in found[:reasons]]
+def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS) -> Cells:
+    """A row per reason for which runs were not modelled, the most frequent first, with the first of these runs."""
+    ids: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        if comparison.predicted is None:
+            ids.setdefault(comparison.note, []).append(comparison.id)
+    found = sorted(ids.items(), key=lambda entry: -len(entry[1]))
+    rows = [(str(len(own)), reason, ", ".join(own[:NAMED]) + (", ..." if len(own) > NAMED else "")) for reason, own in found]
     if len(found) > reasons:
-        rows.append((str(sum(count for _, count in found[reasons:])), f"{len(found) - reasons} other reasons"))
-    return [("runs", "not modelled, because"), *rows]
+        count = sum(len(own) for _, own in found[reasons:])
+        rows = [*rows[:reasons], (str(count), f"{len(found) - reasons} other reasons", "")]
+    return [("runs", "not modelled, because", "which"), *rows]
 
 
 def cells_table(title: str, cells: Cells) -> Group:

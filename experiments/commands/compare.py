@@ -184,13 +184,17 @@ def compare(
 
 
 def _planner_names(text: str) -> list[str]:
-    """The planners of a list parted by commas, each once; 'all' is every registered one. Raises InputError for others."""
+    """The planners of a list parted by commas; 'all' is every registered one. Raises InputError for others, or one twice."""
     names = list(PLANNERS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise InputError(f"--planners: expected names parted by commas, or all, but got {text!r}")
     for name in names:
         planner_named(name)
-    return list(dict.fromkeys(names))
+        if names.count(name) > 1:
+            raise InputError(
+                f"--planners: {name} stands {names.count(name)} times in {text!r}; for more searches of it take --seeds"
+            )
+    return names
 
 
 def _checked(more_clusters: Sequence[Path]) -> Sequence[Path]:

@@ -160,7 +160,12 @@ def _show(rows: Sequence[Row], files: Outputs) -> None:
     _add(table, "all", "", rows)
     for name, values in _varying(rows).items():
         for value in values:
-            _add(table, "" if value != values[0] else name, str(value), [row for row in rows if row.get(name) == value])
+            _add(
+                table,
+                "" if value != values[0] else name,
+                "-" if value is None else str(value),
+                [row for row in rows if row.get(name) == value],
+            )
     files.console.print(Group(Text(f"{len(rows):,} runs; of those with a plan, medians", style="bold"), table))
     files.console.print()
     if failed:

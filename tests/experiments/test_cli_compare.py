@@ -243,6 +243,7 @@ def test_half_a_file_is_not_taken(cell: Cell, tmp_path: Path) -> None:
     [
         (["--planners", "random,magatron"], ["unknown planner 'magatron'", "did you mean megatron?"]),
         (["--planners", ","], ["--planners"]),
+        (["--planners", "random,megatron,random"], ["random stands 2 times in 'random,megatron,random'", "--seeds"]),
         (["--planners", "random", "megatron"], ["megatron is a planner", "part planners by commas"]),
         (["--seed", "1", "--seeds", "3"], ["exclude one another"]),
         (["--cluster", "{cluster}"], ["the cluster's name 'tiny' is taken"]),

@@ -104,6 +104,7 @@ def test_the_picture_and_the_tables_are_written_and_rewritten_between_their_mark
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = pages.read_text()
     assert "](images/parity.png)" in text and "| vtrain_single | 4 | 1 | 3 |" in text
+    assert "| 1 | not modelled: degrees 8 x 1 x 2 = 16, but num_gpus is 8 | v-4 |" in text
     pages.write_text(f"# Fidelity\n\nbefore\n\n{text.replace('vtrain_single', 'something old')}\nafter\n")
     assert motley(*asked).code == 0
     assert pages.read_text() == f"# Fidelity\n\nbefore\n\n{text}\nafter\n"

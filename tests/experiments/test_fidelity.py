@@ -317,8 +317,10 @@ def test_what_is_too_far_from_what_was_measured_is_told_and_no_number() -> None:
 
 
 def test_a_run_with_a_bad_cell_is_told_although_nothing_else_is_published() -> None:
-    (found,) = predict(replace(GPT_22B, iter_time_s=None, bad_cells=("iter_time_s is a number of at least 0, but got 'soon'",)))
-    assert found.note == "not modelled: iter_time_s is a number of at least 0, but got 'soon'"
+    (found,) = predict(
+        replace(GPT_22B, iter_time_s=None, bad_cells=("iter_time_s is a number above 0, or empty, but got 'soon'",))
+    )
+    assert found.note == "not modelled: iter_time_s is a number above 0, or empty, but got 'soon'"
 
 
 @pytest.mark.parametrize(("rate", "within"), [(25.0, 5e-3), (50.0, 5e-3), (100.0, 1e-6), (200.0, 1e-6)])
