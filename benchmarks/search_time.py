@@ -6,8 +6,8 @@ Two tables, in benchmarks/results/search-time.txt, from the rows of search-time.
 searched again, and a search that was killed loses only itself; `--again` begins anew.
 
 - On 32, 256 and 1,024 GPUs of mixed kinds, motley has 5, 30 and 120 seconds with each of some seeds. The best plan is that of all
-  these searches and of those that the other planners, and motley itself, make there in ten minutes, as far as these stand in
-  search-time.csv or are not skipped.
+  these searches, of those that the other planners, and motley itself, make there in ten minutes, as far as these stand in
+  search-time.csv or are not skipped, and of those of the arena (arena.csv) at the same place.
 - On pools of 256 and 512 GPUs, those of the published plans made larger, each planner has 30 seconds.
 """
 
@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     long = [entry for entry in long_cells() if not given.skip_long or (not given.again and cell_digest(entry[1]) in known)]
     places = [*cells(given.seeds), *long]
     rows = searched([cell for _, cell in places], table, given.again, lambda cell: row(run_cell(cell)), _tell)
-    text = report([(place, cell, entry) for (place, cell), entry in zip(places, rows, strict=True)])
+    found = [(place, cell, entry) for (place, cell), entry in zip(places, rows, strict=True)]
+    text = report(found, read_rows(given.out / "arena.csv"))
     write_file(given.out / "search-time.txt", f"{machine()}\n\n{text}", replace=True)
     print(text)
 
@@ -122,18 +123,28 @@ def _tell(cell: Cell, entry: Row) -> None:
     print(f"{where} {cell.planner} {cell.budget_s:g} s, seed {cell.seed}: {shown}", flush=True)
 
 
-def report(found: Sequence[tuple[Place, Cell, Row]]) -> str:
+def _in_arena(place: Place, rows: Sequence[Row]) -> Iterator[tuple[float, str]]:
+    """The seconds of the arena's searches at a place, and whose they are."""
+    for entry in rows:
+        limit_s, seed = float(entry["budget_s"] or 0), int(entry["seed"])
+        cell = Cell(place.cluster, place.job, entry["planner"], entry["judge"], limit_s, seed)
+        if limit_s and entry["cluster"] == place.cluster.name and cell_digest(cell) == entry["cell"]:
+            yield seconds(entry), f"{cell.planner}, {limit_s:g} s, arena"
+
+
+def report(found: Sequence[tuple[Place, Cell, Row]], arena_rows: Sequence[Row]) -> str:
     """The two tables."""
     lines = [
-        "How near motley comes in its seconds to the best plan that it or another planner found there, in these searches and in",
-        "those of ten minutes that were made.",
+        "How near motley comes in its seconds to the best plan that it or another planner found there: in these searches, in",
+        "those of ten minutes that were made, and in those of the arena.",
         "",
         " GPUs cluster                 model        seconds   best s (of)         iteration / best, by seed",
     ]
     for place in timed_places():
         own = [(cell, seconds(entry)) for at, cell, entry in found if at == place]
         limit_s = LIMITS[len(place.cluster.devices)]
-        best_s, best = min((own_s, f"{cell.planner}, {cell.budget_s:g} s") for cell, own_s in own)
+        judged = [(own_s, f"{cell.planner}, {cell.budget_s:g} s") for cell, own_s in own]
+        best_s, best = min([*judged, *_in_arena(place, arena_rows)])
         ratios = [own_s / best_s for cell, own_s in own if cell.planner == "motley" and cell.budget_s == limit_s]
         near = sum(ratio <= TARGET for ratio in ratios)
         shown = " ".join(f"{ratio:.3f}" for ratio in ratios)

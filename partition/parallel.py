@@ -46,25 +46,54 @@ def side_by_side(
 ) -> Iterator[Answer]:
     """The function's answers to all arguments, in their order, found in parallel processes where that is possible.
 
-    `check` is called now and then; what it raises ends the work, and the processes with it. Answers are pickled. Raises what the
-    function raises, and ChildProcessError where a process died.
+    `check` is called now and then; what it raises ends the work, and the processes with it. Arguments and answers are pickled.
+    Raises what the function raises, and ChildProcessError where a process died.
     """
-    count = min(cores(), len(arguments))
-    if count <= 1:
-        for argument in arguments:
-            check()
-            yield function(argument)
-        return
-    with _workers(function, arguments, count) as workers:
+    with team(function, len(arguments)) as together:
+        yield from together.answers(arguments, check)
+
+
+class Team(Generic[Argument, Answer]):
+    """Processes that answer one round of arguments after the other, and keep what they found out in between.
+
+    Without processes, this one answers.
+    """
+
+    def __init__(self, function: Callable[[Argument], Answer], workers: Sequence[Connection]) -> None:
+        self._function, self._workers = function, workers
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process answers."""
+        return not self._workers
+
+    def answers(self, arguments: Sequence[Argument], check: Callable[[], None]) -> Iterator[Answer]:
+        """As of `side_by_side`. No round is left before its end."""
+        if self.alone:
+            for argument in arguments:
+                check()
+                yield self._function(argument)
+            return
         answers: dict[int, tuple[Answer, Exception | None]] = {}
-        left = iter(range(len(arguments)))
-        for worker in workers:
-            worker.send(next(left))
+        left = iter(enumerate(arguments))
+        for worker, task in zip(self._workers, left):  # noqa: B905 - as many as there are
+            worker.send(task)
         for i in range(len(arguments)):
             while i not in answers:
-                _take(answers, workers, left)
+                _take(answers, self._workers, left)
                 check()
             yield _answered(*answers.pop(i))
+
+
+@contextmanager
+def team(function: Callable[[Argument], Answer], most: int) -> Iterator[Team[Argument, Answer]]:
+    """As many processes as there are cores, but no more than `most`; they end with this. Arguments and answers are pickled."""
+    count = min(cores(), most)
+    if count <= 1:
+        yield Team(function, [])
+    else:
+        with _workers(function, count) as workers:
+            yield Team(function, workers)
 
 
 def beside(function: Callable[[], Answer], own: Callable[[], None], check: Callable[[], None]) -> Answer:
@@ -76,8 +105,8 @@ def beside(function: Callable[[], Answer], own: Callable[[], None], check: Calla
         found = function()
         own()
         return found
-    with _workers(lambda _: function(), [None], 1) as workers:
-        workers[0].send(0)
+    with _workers(lambda _: function(), 1) as workers:
+        workers[0].send((0, None))
         own()
         answers: dict[int, tuple[Answer, Exception | None]] = {}
         while not answers:
@@ -93,7 +122,9 @@ def _answered(answer: Answer, raised: Exception | None) -> Answer:
     return answer
 
 
-def _take(answers: dict[int, tuple[Any, Exception | None]], workers: Sequence[Connection], left: Iterator[int]) -> None:
+def _take(
+    answers: dict[int, tuple[Any, Exception | None]], workers: Sequence[Connection], left: Iterator[tuple[int, Any]]
+) -> None:
     """Waits a moment for answers, or what was raised in their places; who gave one has the next argument."""
     for ready in wait(workers, POLL_S):
         worker = cast(Connection, ready)
@@ -145,10 +176,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextmanager
-def _workers(function: Callable[[Any], Any], arguments: Sequence[Any], count: int) -> Iterator[list[Connection]]:
+def _workers(function: Callable[[Any], Any], count: int) -> Iterator[list[Connection]]:
     """Connections to so many forked processes, which end with this, whatever they are at.
 
-    Each is sent the number of an argument, and sends that number, the answer and None back, or None and what the function raised.
+    Each is sent a number and an argument, and sends that number, the answer and None back, or None and what the function raised.
     They share nothing with one another: a process that is ended while it holds a lock, as those of `multiprocessing.Pool` are,
     would have all others wait for ever. Ctrl-C reaches all processes of a terminal; their parent answers it.
     """
@@ -160,7 +191,7 @@ def _workers(function: Callable[[Any], Any], arguments: Sequence[Any], count: in
             for _ in range(count):
                 own, theirs = context.Pipe()
                 ours.append(own)
-                started.append(context.Process(target=_serve, args=(function, arguments, theirs, ours), daemon=True))
+                started.append(context.Process(target=_serve, args=(function, theirs, ours), daemon=True))
                 started[-1].start()
                 theirs.close()
         yield ours
@@ -173,7 +204,7 @@ def _workers(function: Callable[[Any], Any], arguments: Sequence[Any], count: in
             own.close()
 
 
-def _serve(function: Callable[[Any], Any], arguments: Sequence[Any], parent: Connection, others: Sequence[Connection]) -> None:
+def _serve(function: Callable[[Any], Any], parent: Connection, others: Sequence[Connection]) -> None:
     """What a process beside does until its parent, or this, ends."""
     for other in others:  # or it would not notice that its parent is gone
         other.close()
@@ -181,10 +212,10 @@ def _serve(function: Callable[[Any], Any], arguments: Sequence[Any], parent: Con
     gc.freeze()
     with suppress(EOFError, OSError):
         while True:
-            number = parent.recv()
+            number, argument = parent.recv()
             answer, raised = None, None
             try:
-                answer = function(arguments[number])
+                answer = function(argument)
             except Exception as error:
                 error.add_note(f"in a process beside:\n{traceback.format_exc()}")
                 raised = error

@@ -32,10 +32,9 @@ are made for several ranges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, cycle, islice, product, zip_longest
 from typing import TypeAlias, TypeVar
 
@@ -76,7 +75,7 @@ from partition.drafts import (
 from partition.estimated import Preparation, is_exact_compiled
 from partition.graph import DeviceGraph
 from partition.grids import Grids
-from partition.parallel import News, beside, cores, side_by_side
+from partition.parallel import News, Team, beside, cores, side_by_side, team
 from partition.planners.flashflex import Climb
 from partition.planners.megatron import parts, shapes
 from partition.pricing import Pricing
@@ -133,7 +132,7 @@ FEW_DRAWN = 20
 
 QUICK_WORK, WORTH, SLOW_WORTH = 100_000, 1.1, 1.02
 """A simulation is quick that takes no more work than this. A descent whose end is by its score at most so many times the best
-one's is judged, if that is quick, and if it is not."""
+one's is judged, if that is quick and there is time, and if not."""
 
 DRAWN, DRAWING, ASKED = 1500, 0.15, 60
 """Of so many random deals of as many pipelines, drawn in this share of a descent's time, so many are estimated in another such
@@ -220,6 +219,16 @@ def motley(search: Search) -> None:
 
 
 @dataclass(frozen=True)
+class _Known:
+    """What is known of deals when descents begin: as of `_Hunt`, and the verdicts of all rounds of them before."""
+
+    ends: Mapping[int, tuple[float, Deal]]
+    errors: Mapping[int, float]
+    longest: tuple[int, float]
+    judged: Sequence[tuple[Plan, Verdict]]
+
+
+@dataclass(frozen=True)
 class _Descent:
     """What descents begin with: a deal, random deals of certain numbers of pipelines, or changes of the best that were judged."""
 
@@ -234,6 +243,8 @@ class _Descent:
     verdicts_s: float = 0.0
     numbers: tuple[int, ...] = ()
     """Without a start, the numbers of pipelines of random deals, which take turns; none for changes of the best."""
+    known: _Known | None = None
+    """What other processes found, for one that has been descending beside them; None for one that knows it."""
 
 
 @dataclass
@@ -249,6 +260,16 @@ class _Descended:
     """Of the descents from starts, with their seconds by the judge, if they are judged, or by their scores."""
     errors: dict[int, float] = field(default_factory=dict)
     """By the number of pipelines, how many times as long an end took by the judge as by its score, at most."""
+
+
+@dataclass(frozen=True)
+class _Dealers:
+    """Processes that descend, what they tell meanwhile, which copies of the search take that, and all verdicts so far."""
+
+    team: Team[_Descent, tuple[_Descended, bool]]
+    news: News[tuple[Plan, Verdict]]
+    ahead: list[Search]
+    judged: list[tuple[Plan, Verdict]] = field(default_factory=list)
 
 
 class _Hunt:
@@ -440,28 +461,34 @@ class _Hunt:
         """
         if not self.firsts:
             return
-        seed, now_s, left_s = self.search.seed, self.search.elapsed_s, self._left_s(DEALT)
+        with self._dealers() as dealers:
+            self._deal(dealers, self.search.seed, self.search.elapsed_s, self._left_s(DEALT))
+
+    def _deal(self, dealers: _Dealers, seed: int, now_s: float, left_s: float) -> None:
+        """See `deal`; all of it within so many seconds from a moment of the search."""
         least_s = self.deal_s(self.firsts[0])
         settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
-        settled = self._descend_all(settling, now_s + SETTLED * left_s)
+        settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
             return
         settled.sort(key=lambda entry: entry[0])
         near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
         drawing = [_Descent(None, [seed, n], least_s, cuts=False, numbers=numbers) for n in range(DEALERS)]
-        settled = sorted([*settled, *self._descend_all(drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
+        settled = sorted([*settled, *self._descend_all(dealers, drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
         least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
         near = self._unlike_ends(settled)
         firsts = [near[n % len(near)] for n in range(FIRSTS)]
-        self._descend_all([_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s)
+        self._descend_all(
+            dealers, [_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s
+        )
         # Rows that are cut may make the best of a number of pipelines that was behind before.
         passed = {deal.pipelines: deal for deal in reversed(near) if deal.pipelines not in {first.pipelines for first in firsts}}
         if passed and left_s >= len(passed) * PASSED_S:
             begins = [_Descent(deal, [seed, n], least_s) for n, deal in enumerate(passed.values())]
-            self._descend_all(begins, now_s + PASSED * left_s)
+            self._descend_all(dealers, begins, now_s + PASSED * left_s)
         if self.ends:
-            self._descend_all([_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
+            self._descend_all(dealers, [_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
     def _unlike_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
         """The best ends of first steps, the fastest first, a few of each number of pipelines."""
@@ -472,33 +499,48 @@ class _Hunt:
                 found.append(deal)
         return found
 
-    def _descend_all(self, descents: Sequence[_Descent], until_s: float) -> list[tuple[float, Deal]]:
-        """Descends until a moment of the search, side by side where it may; takes what is found, and returns the ends."""
+    @contextmanager
+    def _dealers(self) -> Iterator[_Dealers]:
+        """Processes that descend, where there may be some, and keep what they find out of stages from one round to the next."""
+        ahead: list[Search] = []
+        news = News[tuple[Plan, Verdict]](lambda told: ahead[-1].take(*told))
+
+        def descended(task: _Descent) -> tuple[_Descended, bool]:
+            return self.descend(task, news.tell), self.search.cut
+
         # Only what forecasts may be asked by several processes at once.
-        workers = cores() if isinstance(self.search.judge, Forecast) else 1
+        with team(descended, cores() if isinstance(self.search.judge, Forecast) else 1) as together:
+            yield _Dealers(together, news, ahead)
+
+    def _descend_all(self, dealers: _Dealers, descents: Sequence[_Descent], until_s: float) -> list[tuple[float, Deal]]:
+        """Descends until a moment of the search, side by side where it may; takes what is found, and returns the ends."""
+        workers = 1 if dealers.team.alone else cores()
         turns = -(-len(descents) // workers)
         now_s = self.search.elapsed_s
         # A verdict is worth more than annealing, whose time it may take.
         left_s = until_s - now_s, self._left_s(WALKED)
+        known = None if dealers.team.alone else _Known(self.ends, self.errors, self.longest, dealers.judged)
         tasks = []
         for n, one in enumerate(descents):
             # From changes of the best it would go on for ever; a descent from a start ends, and lets the next one begin.
             part = 1.0 if one.start is not None else (n // workers + 1) / turns
-            tasks.append(replace(one, until_s=now_s + part * left_s[0], verdicts_s=now_s + part * left_s[1]))
+            tasks.append(replace(one, until_s=now_s + part * left_s[0], verdicts_s=now_s + part * left_s[1], known=known))
         ends = []
         with self.search.ahead() as ahead:
-            news = News[tuple[Plan, Verdict]](lambda told: ahead.take(*told))
+            dealers.ahead.append(ahead)
 
             def check() -> None:
-                news.hear()
-                self.search.check_budget()
+                dealers.news.hear()
+                if not dealers.team.alone:
+                    self.search.check_budget()
 
-            descend = partial(self.descend, tell=news.tell)
-            for found in map(descend, tasks) if workers == 1 else self._side_by_side(descend, tasks, check):
+            for found, cut in dealers.team.answers(tasks, check):
+                self.search.cut = self.search.cut or cut
                 self.longest = max(self.longest, found.longest)
                 for plan, verdict, deal in found.judged:
                     self.search.take(plan, verdict)
                     self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
+                    dealers.judged.append((plan, verdict))
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -516,6 +558,12 @@ class _Hunt:
         """
         rng = np.random.default_rng([*task.seed, task.start is None, task.cuts])
         found = _Descended()
+        if task.known is not None:
+            self.search.progress = None  # what is told is shown where it is heard
+            self.ends, self.errors = dict(task.known.ends), dict(task.known.errors)
+            self.longest = max(self.longest, task.known.longest)
+            for plan, verdict in task.known.judged:
+                self.search.take(plan, verdict)
         ends, least_s = dict(self.ends), task.least_s
 
         def late() -> bool:
@@ -536,7 +584,7 @@ class _Hunt:
 
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
-            if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) else SLOW_WORTH):
+            if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
                 return math.inf
             judged = judged_s(deal)
             if judged < math.inf:
