@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from partition import parallel
-from partition.parallel import beside, side_by_side
+from partition.parallel import beside, side_by_side, team
 
 
 def nothing() -> None: ...
@@ -148,3 +148,16 @@ def test_ctrl_c_ends_processes_that_say_nothing() -> None:
         timeout=240,
     )
     assert (process.returncode, process.stdout, process.stderr) == (0, "interrupted []\n", "")
+
+
+def test_a_team_keeps_what_it_found_out_from_one_round_to_the_next() -> None:
+    met: dict[int, list[int]] = {}
+
+    def remembered(number: int) -> tuple[int, list[int]]:
+        met.setdefault(os.getpid(), []).append(number)
+        return os.getpid(), met[os.getpid()]
+
+    with team(remembered, 2) as together:
+        first, second = (list(together.answers(numbers, nothing)) for numbers in (range(4), range(4, 9)))
+    assert sorted(number for _, own in dict([*first, *second]).items() for number in own) == list(range(9))
+    assert {pid for pid, _ in first} == {pid for pid, _ in second}
