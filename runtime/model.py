@@ -102,9 +102,17 @@ class Norm(nn.Module):
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """The normed stream."""
-        if self.bias_H is None:
-            return F.rms_norm(x_SBH, self.weight_H.shape, self.weight_H, self.epsilon)
-        return F.layer_norm(x_SBH, self.weight_H.shape, self.weight_H, self.bias_H, self.epsilon)
+        return self.normed(x_SBH, self.weight_H, self.bias_H)
+
+    def normed(self, x_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None) -> torch.Tensor:
+        """The normed stream by such parameters."""
+        if bias_H is None:
+            return F.rms_norm(x_SBH, weight_H.shape, weight_H, self.epsilon)
+        return F.layer_norm(x_SBH, weight_H.shape, weight_H, bias_H, self.epsilon)
+
+    def remade(self, x_SBH: torch.Tensor) -> Remade:
+        """How what it makes of the stream is made again."""
+        return Remade(self.normed, x_SBH, (self.weight_H, self.bias_H))
 
 
 def _first_row(section: Section, name: str) -> int:
@@ -193,11 +201,11 @@ class Layer(nn.Module):
 
     def _layer(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
         group, deferred = self.group, self.deferred
-        again = Remade(self.attention_norm, x_SBH) if self._remakes_norms else None
+        again = self.attention_norm.remade(x_SBH) if self._remakes_norms else None
         qkv = column_linear(self.attention_norm(x_SBH), self.qkv_weight, self.qkv_bias, group, deferred, again)
         attended = self._attention(qkv, rotary, mask_SS)
         x_SBH = x_SBH + row_linear(attended, self.output_weight, self.output_bias, group, deferred)
-        again = Remade(self.mlp_norm, x_SBH) if self._remakes_norms else None
+        again = self.mlp_norm.remade(x_SBH) if self._remakes_norms else None
         wide = column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred, again)
         again = Remade(self.activation, wide) if self._remakes_activation else None
         return x_SBH + row_linear(self.activation(wide), self.down_weight, self.down_bias, group, deferred, again)

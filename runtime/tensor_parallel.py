@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -160,14 +160,16 @@ class DeferredWeights:
 class Remade:
     """How the input of a linear map comes of a tensor that is kept anyway, so that the backward can compute it again."""
 
-    function: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[..., torch.Tensor]
+    """Of the base and these parameters."""
     base: torch.Tensor
+    parameters: tuple[torch.Tensor | None, ...] = ()
 
 
 class _Linear(torch.autograd.Function):
     """x W^T + bias, or x W where W is stored `transposed`. With a `group`, x enters its divided region.
 
-    With `again`, x is that function of `base`, which is kept in its place until the weight's gradient needs x.
+    With `remade`, x is made again of its `base`, which is kept in the place of x until the weight's gradient needs x.
 
     Entering is: x is the same on all ranks and the ranks' gradients are summed; or, with sequence parallelism, x is gathered,
     again for the backward so that only this rank's rows are kept, and the gradients are summed and scattered. Both
@@ -183,11 +185,11 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         group: TensorGroup | None,
         deferred: DeferredWeights | None,
-        base: torch.Tensor | None,
-        again: Callable[[torch.Tensor], torch.Tensor] | None,
+        remade: Remade | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x_SBK if base is None else base)
-        ctx.again = again
+        ctx.save_for_backward(x_SBK if remade is None else remade.base)
+        # Not the whole: the base shall live no longer than what autograd has saved of it.
+        ctx.remade = None if remade is None else (remade.function, remade.parameters)
         # Not saved through autograd: under a checkpoint what comes back of that is a copy, not the parameter to accumulate in.
         ctx.weight, ctx.bias, ctx.transposed, ctx.group, ctx.deferred = weight, bias_N, transposed, group, deferred
         if group is not None:
@@ -199,11 +201,11 @@ class _Linear(torch.autograd.Function):
         gradient_SBN = gradients[0]
         weight, bias_N, transposed, group = ctx.weight, ctx.bias, ctx.transposed, ctx.group
         (kept,) = (saved.detach() for saved in ctx.saved_tensors)
-        again = ctx.again
+        function, parameters = ctx.remade or (None, ())
 
         def gathered() -> Begun:
             with torch.no_grad():
-                x_SBK = kept if again is None else again(kept)
+                x_SBK = kept if function is None else function(kept, *parameters)
             return (x_SBK, None) if group is None else _gather(x_SBK, group)
 
         def of_weights(begun: Begun | None = None) -> Gradients:
@@ -212,13 +214,15 @@ class _Linear(torch.autograd.Function):
             return of_weight, None if bias_N is None else gradient_TN.sum(0)
 
         put_off = ctx.deferred is not None and ctx.deferred.put_off((weight, bias_N), of_weights)
+        if put_off:  # ZeRO 3 releases the parameters before the gradients are asked for
+            parameters = tuple(None if held is None else held.detach().clone() for held in parameters)
         begun = None if put_off else gathered()
         of_input: Begun | None = None
         if ctx.needs_input_grad[0]:
             partial_SBK = gradient_SBN @ (weight.t() if transposed else weight)
             of_input = (partial_SBK, None) if group is None else _sum(partial_SBK, group)
         of_weight, of_bias = (None, None) if put_off else of_weights(begun)
-        return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None, None, None
+        return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None, None
 
 
 @_eager
@@ -231,8 +235,8 @@ def _linear(
     deferred: DeferredWeights | None,
     remade: Remade | None,
 ) -> torch.Tensor:
-    base, again = (None, None) if remade is None else (remade.base.detach(), remade.function)
-    found: torch.Tensor = _Linear.apply(x_SBK, weight, bias_N, transposed, group, deferred, base, again)  # type: ignore[no-untyped-call]
+    detached = None if remade is None else replace(remade, base=remade.base.detach())
+    found: torch.Tensor = _Linear.apply(x_SBK, weight, bias_N, transposed, group, deferred, detached)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -162,6 +162,14 @@ PLANS = {
     "zero 3, pointwise recomputed": plan_of(
         LLAMA, pipeline(1, 3, ((0, 4), (0, 1), "pointwise")), pipeline(2, 3, ((0, 4), (2,), "pointwise")), zero_stage=3
     ),
+    # Norms are computed again in the weight halves, when their parameters are released.
+    "zero 3, split 1f1b, pointwise recomputed": plan_of(
+        GPT,
+        pipeline(1, 3, ((0, 4), (0, 1), "pointwise")),
+        pipeline(2, 3, ((0, 4), (2,), "pointwise")),
+        schedule="split-1f1b",
+        zero_stage=3,
+    ),
     "split 1f1b, pointwise recomputed, some in full": plan_of(
         GPT,
         Pipeline(

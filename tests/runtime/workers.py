@@ -88,13 +88,23 @@ class Workers:
                 self.close()  # its answer would come to the next order
                 self._start()
                 raise TimeoutError(f"worker {rank} does not answer")
-            answers.append(connection.recv())
+            try:
+                answers.append(connection.recv())
+            except (EOFError, ConnectionError):
+                codes = self._ended()
+                self._start()
+                raise AssertionError(f"worker {rank} ended without an answer; exit codes by rank: {codes}") from None
         wrong = [f"worker {rank}:\n{answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
         if wrong:
             raise AssertionError("\n".join(wrong))
         first: Outcome = answers[0]
         executed = {lane: texts for outcome in answers[:count] for lane, texts in outcome.executed.items()}
         return Outcome(first.losses, first.norms, first.weights, executed)
+
+    def _ended(self) -> list[int | None]:
+        """The exit codes of the processes; those that do not end by themselves are killed."""
+        self.close()
+        return [process.exitcode for process in self._processes]
 
     def close(self) -> None:
         """Ends the processes."""
