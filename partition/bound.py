@@ -39,6 +39,9 @@ What all islands do at most, over all choices of ends and of d, follows from the
 all ways to sum gradients over two islands (an all-reduce moves all of them into each, a scatter half of them, a gather half of
 the parameters), without those of experts, which may be divided instead.
 
+The Lagrangian does not ask where else the layers of shared islands are: others have to hold and exchange them, too. Where it
+proves nothing, that is asked by a program of all islands together (`partition.visits`).
+
 Exchange. Under ZeRO 0 and 1 a layer's gradients are summed when all lanes that hold it have done the backward of their last
 micro-batch, in every pipeline, for each holds every layer. A lane's micro-batches come in order, and a backward begins after the
 forward through all layers: so when the first sum begins, no forward is left anywhere. All sums, and all gathers of parameters,
@@ -67,26 +70,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations
-from typing import TypeAlias
+from itertools import permutations
 
-import numpy as np
-import numpy.typing as npt
-
-from partition.bubble import Division, Filling
+from partition.bubble import Filling
+from partition.islands import partitions
+from partition.network import Divisions, Steady, network_s
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
 from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
 from sim.metrics import lane_use
-from sim.spec.cluster import Cluster, Node, WideAreaLink, rack_name
+from sim.spec.cluster import Cluster
 from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
-    boundary_bytes,
     embedding_parameters,
     layer_activation_bytes,
-    layer_parameter_parts,
     tied_copy_parameters_at,
     total_parameters,
 )
@@ -97,21 +96,8 @@ from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, O
 from sim.spec.trace import Trace
 from sim.spec.transformer import Transformer
 
-STEPS = 40
-"""How often the interval of times in which the network's bound lies is halved."""
-
 ROUNDING = 1e-9
 """The memory that parts of a model may gain by being rounded, one by one, as a fraction."""
-
-PRICES = 64
-"""At how many prices of the joint constraint the Lagrangian is tried; each gives a bound, the least counts."""
-
-
-EXCHANGED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, math.inf)
-"""The ends of the ranges of how long the exchange of an island takes, in layers of the island that takes the shortest."""
-
-
-Prices: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -260,33 +246,17 @@ def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
     full_s = filling.least_s(once_s, max(busy_s, path_s))
     reached_s = full_s
-    least_bytes = _least_bytes(cluster, job, summed_bytes)
     steady = list(_steady(cluster, job, kinds, counts, summed_bytes))
-    for islands in _partitions(cluster, kinds, least_bytes):
-        reached_s = max(reached_s, _network_s(islands, job, work, max(ends), once_s, busy_s))
-
-        def divisions(seconds: float, islands: Sequence[_Island] = islands) -> Iterator[Division]:
-            return _divisions(islands, job, max(*ends, filling.head_layers), seconds, once_s, filling, steady)
-
+    for islands in partitions(cluster, job, {kind: 1 / seconds.layer_s for kind, seconds in kinds.items()}):
+        reached_s = max(reached_s, network_s(islands, job, work, max(ends), once_s, busy_s))
+        divisions = Divisions(islands, job, max(*ends, filling.head_layers), once_s, filling, steady)
         reached_s = filling.least_s(once_s, reached_s, divisions)
     return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
 
 
-@dataclass(frozen=True)
-class _Steady:
-    """Plans that sum gradients, or gather parameters, at every micro-batch, if there are so many micro-batches or more."""
-
-    times: float
-    """The bytes that an exchange moves, per byte of one that waits for the last micro-batch."""
-    again: float
-    """What must be computed a second time, in layers of sequences."""
-    most_again: float
-    """The same of one layer of a sequence at most, where all of it is recomputed."""
-
-
 def _steady(
     cluster: Cluster, job: Job, kinds: Mapping[GpuKind, _KindSeconds], counts: Counter[GpuKind], summed_bytes: int
-) -> Iterator[_Steady]:
+) -> Iterator[Steady]:
     """What such plans cost: those of few micro-batches hold much at once, those of many exchange much."""
     element_bytes, batch = PRECISION_BYTES[job.precision], job.global_batch
     once = min(summed_bytes, (summed_bytes + element_bytes) / 2)
@@ -303,7 +273,7 @@ def _steady(
             _recomputed(job, cluster, seconds, spilled, held_at_once) / seconds.layer_s for seconds in kinds.values()
         )
         summed = min(number * summed_bytes, (number * summed_bytes + element_bytes) / 2)
-        yield _Steady((summed_bytes / 2 + element_bytes if number == 1 else summed) / once, again, most_again)
+        yield Steady((summed_bytes / 2 + element_bytes if number == 1 else summed) / once, again, most_again)
         if again == 0:
             return
 
@@ -348,276 +318,6 @@ def _recomputed(job: Job, cluster: Cluster, seconds: _KindSeconds, spilled: floa
             found.append(cheap_s + (dear_s - cheap_s) * (saved - few) / (many - few))
     most = max(num_bytes for num_bytes, _ in modes)
     return layers * min(found, default=seconds.again_s["full"] * saved / most)
-
-
-# --- Islands ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Island:
-    """A part of the cluster whose links to the rest are known: the layers that its GPUs do in a second, its links' seconds."""
-
-    counts: tuple[tuple[GpuKind, int], ...]
-    rate: float
-    crossing_s: float
-    """Of the activation of one sequence, in each direction."""
-    shared_s: float
-    """Of the exchange of one layer's gradients."""
-
-
-def _partitions(cluster: Cluster, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes) -> Iterator[list[_Island]]:
-    """The cluster as islands, by nodes, by racks and by sites, as far as there are several and they limit anything."""
-    parts: list[list[tuple[list[Node], float]]] = [[([node], _node_bytes_per_s(cluster, node)) for node in cluster.nodes]]
-    racks: dict[object, list[Node]] = {}
-    sites: dict[str, list[Node]] = {}
-    for node in cluster.nodes:
-        racks.setdefault(node.name if node.rack is None else (node.rack, node.site), []).append(node)
-        sites.setdefault(node.site, []).append(node)
-    if cluster.fabric.oversubscription > 1:
-        parts.append([(rack, _rack_bytes_per_s(cluster, rack)) for rack in racks.values()])
-    carried = {site: sum(_wan_bytes_per_s(cluster, link) for link in cluster.wan if site in link.between) for site in sites}
-    parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
-    for islands in parts:
-        if len(islands) > 1:
-            yield [_island(cluster, nodes, bytes_per_s, kinds, least_bytes) for nodes, bytes_per_s in islands]
-
-
-def _island(
-    cluster: Cluster, nodes: Sequence[Node], bytes_per_s: float, kinds: Mapping[GpuKind, _KindSeconds], least_bytes: _LeastBytes
-) -> _Island:
-    """Some nodes, whose links carry so many bytes in a second."""
-    names = {node.name for node in nodes}
-    counts = Counter(device.gpu for device in cluster.devices if device.node.name in names and device.gpu in kinds)
-    rate = sum(count / kinds[kind].layer_s for kind, count in counts.items())
-    ordered = tuple(sorted(counts.items(), key=lambda item: item[0].name))
-    return _Island(ordered, rate, least_bytes.crossing / bytes_per_s, least_bytes.shared / bytes_per_s)
-
-
-@dataclass(frozen=True)
-class _LeastBytes:
-    """Bytes that an island's links carry in each direction at least."""
-
-    crossing: float
-    """Of the activation of one sequence."""
-    shared: float
-    """Of the exchange of one layer."""
-
-
-def _least_bytes(cluster: Cluster, job: Job, summed_bytes: int) -> _LeastBytes:
-    """What a crossing takes, and an exchange, if gradients are summed in so many bytes; see the head of this file."""
-    element_bytes, scale = PRECISION_BYTES[job.precision], cluster.stack.collective_scale
-    model = job.model
-    # A group across islands sums an activation at the embedding or the head, of its width, and four for each layer.
-    crossing = float(boundary_bytes(model, 1, job.sequence_length, element_bytes))
-    crossing *= min(1.0, min(2.0, model.embedding_width / model.hidden) / scale)
-    parts = layer_parameter_parts(model)
-    each = min(summed_bytes, (summed_bytes + element_bytes) / 2)
-    return _LeastBytes(crossing, (parts.total - parts.experts) * each / scale)
-
-
-def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:
-    """What the uplink of a rack carries in each direction."""
-    nodes = list(rack)
-    cards = [(node.nic, node.nic.count * node.nic.bandwidth_bytes_per_s) for node in nodes if node.nic is not None]
-    rate = sum(rate * cluster.fabric.efficiency(nic.kind) for nic, rate in cards) / cluster.fabric.oversubscription
-    name = rack_name(nodes[0])
-    return _carried(cluster, (f"{name}>core", f"core>{name}"), rate)
-
-
-def _carried(cluster: Cluster, directions: tuple[str, str], bytes_per_s: float) -> float:
-    """What the faster direction of a link carries: `bytes_per_s`, or what the cluster overrides."""
-    own = {link.name: link.bandwidth_bytes_per_s for link in cluster.link_overrides}
-    return max(own.get(name) or bytes_per_s for name in directions)
-
-
-def _wan_bytes_per_s(cluster: Cluster, link: WideAreaLink) -> float:
-    """What a link between sites carries in its faster direction."""
-    a, b = link.between
-    return _carried(cluster, (f"site:{a}>site:{b}", f"site:{b}>site:{a}"), link.bandwidth_bytes_per_s)
-
-
-def _node_bytes_per_s(cluster: Cluster, node: Node) -> float:
-    """The most that a node's links carry in each direction: its cards, whatever they speak, and the matrix's pairs."""
-    nic, efficiency = node.nic, cluster.fabric.efficiency
-    if nic is None:  # the only node
-        return math.inf
-    rate = nic.count * nic.bandwidth_bytes_per_s * max(efficiency(nic.kind), efficiency("tcp"))
-    if nic.ethernet_bytes_per_s is not None:
-        rate += nic.ethernet_bytes_per_s * efficiency("ethernet")
-    if cluster.link_overrides:
-        # TCP over a card carries as much more or less of what is overridden as of the card's own rate.
-        share = max(1.0, efficiency("tcp") / efficiency(nic.kind))
-        cards = [(f"nic{number}", nic.bandwidth_bytes_per_s * efficiency(nic.kind), share) for number in range(nic.count)]
-        if nic.ethernet_bytes_per_s is not None:
-            cards.append(("ethernet", nic.ethernet_bytes_per_s * efficiency("ethernet"), 1.0))
-        rate = sum(
-            more * _carried(cluster, (f"{node.name}/{card}>fabric", f"fabric>{node.name}/{card}"), carried)
-            for card, carried, more in cards
-        )
-    matrix = cluster.bandwidth_matrix
-    if matrix is not None:
-        own = [i for i, name in enumerate(matrix.names) if name.split("/")[0] == node.name]
-        others = [i for i in range(len(matrix.names)) if i not in own]
-        known = {link.name: link.bandwidth_bytes_per_s for link in cluster.link_overrides}
-
-        def pair(i: int, j: int) -> float:
-            return known.get(f"{matrix.names[i]}=>{matrix.names[j]}") or matrix.bytes_per_s[i][j]
-
-        out = sum(pair(i, j) for i in own for j in others)
-        into = sum(pair(j, i) for i in own for j in others)
-        rate = min(rate, out, into)
-    return rate
-
-
-# --- The network's bound ---------------------------------------------------------------------------------------------
-
-
-def _network_s(islands: Sequence[_Island], job: Job, work: float, ends: float, once_s: float, least_s: float) -> float:
-    """The least time in which islands can do so much work, no less than `least_s`; see the head of this file."""
-    batch, layers = job.global_batch, job.model.layers
-    enough_s = max(least_s, 2 * batch * max(island.crossing_s for island in islands))
-
-    def too_short(seconds: float) -> bool:
-        return _most_work(islands, seconds, once_s, batch, layers, ends) < work * (1 - 1e-12)
-
-    if not too_short(least_s):
-        return least_s
-    low, high = least_s, enough_s
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if too_short(middle) else (low, middle)
-    return low
-
-
-def _most_work(islands: Sequence[_Island], seconds: float, once_s: float, batch: int, layers: int, ends: float) -> float:
-    """The most layers of sequences, ends counted as so many, that islands can do in some seconds."""
-    tight = _tight(islands, seconds, batch)
-    free = sum(island.rate for island in islands if island not in tight) * (seconds - once_s)
-    capacities = {island: island.rate * (seconds - once_s) for island in tight}
-    choices = _choices(tight, capacities, seconds, batch, layers, ends)
-    return free + max(sum(island.rate for island in chosen) * (seconds - once_s) + others for chosen, others in choices)
-
-
-def _tight(islands: Sequence[_Island], seconds: float, batch: int) -> Counter[_Island]:
-    """The islands that not every sequence can enter and leave."""
-    return Counter(island for island in islands if 2 * batch * island.crossing_s > seconds)
-
-
-def _choices(
-    tight: Counter[_Island],
-    capacities: Mapping[_Island, float],
-    seconds: float,
-    batch: int,
-    layers: int,
-    ends: float,
-    most_s: float = math.inf,
-    repeated: float = 1.0,
-) -> Iterator[tuple[tuple[_Island, ...], float]]:
-    """Which of some islands are ends, and the most work that the others of them then do.
-
-    Of an exchange that takes an island no longer than `most_s`, or of one that moves so many times the bytes.
-    """
-    # A price above half of all layers buys nothing: each sequence begun or ended saves one crossing, half a visit.
-    prices = np.concatenate([[0.0], np.geomspace(1e-3, (layers + ends) / 2 + 1, PRICES)])
-    by_ends = {
-        some: {
-            island: _shared_work(island, capacities[island], prices, seconds, batch, layers, ends, some, most_s, repeated)
-            for island in tight
-        }
-        for some in (False, True)
-    }
-    for chosen in _ends(tight):
-        shared = by_ends[bool(chosen)]
-        needed = [2 * batch - seconds / island.crossing_s for island in chosen]
-        left = 2 * batch - sum(needed)
-        if left < 0 or (len(chosen) == 2 and any(batch * island.crossing_s > seconds for island in chosen)):
-            continue
-        counts = tight - Counter(chosen)
-        others = np.sum([count * shared[island] for island, count in counts.items()], axis=0) if counts else np.zeros_like(prices)
-        yield chosen, float(np.min(others + prices * left))
-
-
-def _ends(tight: Counter[_Island]) -> Iterator[tuple[_Island, ...]]:
-    """None, one or two of the islands that cannot be visited and left by every sequence."""
-    yield ()
-    kinds = list(tight)
-    for i, one in enumerate(kinds):
-        yield (one,)
-        yield from ((one, other) for other in kinds[i:] if other is not one or tight[one] > 1)
-
-
-def _shared_work(
-    island: _Island,
-    capacity: float,
-    prices: Prices,
-    seconds: float,
-    batch: int,
-    layers: int,
-    ends: float,
-    leave: bool,
-    most_s: float,
-    repeated: float,
-) -> Prices:
-    """At each price of a sequence begun or ended, the most work of an island, less the price, if its layers are all shared.
-
-    With `leave` all sequences also visit another island, so that each visit has a crossing although it begins and ends here.
-    """
-    each_s = island.shared_s * repeated
-    held = np.arange(1 + min(layers, math.floor(most_s / each_s)) if each_s > 0 and most_s < math.inf else 1 + layers)
-    left_s = seconds - each_s * held
-    # Of groups that span islands it may have parts: their layers cost as much as two visits, their ends as half a visit.
-    each = np.maximum(np.maximum(held, 0.5) + ends, 2 * ends)
-    most = np.minimum(capacity, batch * (held + ends) + seconds / (4 * island.crossing_s))
-    without = left_s / (2 * island.crossing_s) * each
-    unpaid = np.minimum(most, without)
-    paid = np.minimum(most - unpaid, without if leave else batch * each)
-    gain = np.maximum(0.0, 1 - 2 * prices[:, None] / each)
-    done: Prices = np.max(np.where(left_s >= 0, unpaid + paid * gain, 0.0), axis=1)
-    return done
-
-
-def _divisions(
-    islands: Sequence[_Island],
-    job: Job,
-    ends: float,
-    seconds: float,
-    once_s: float,
-    filling: Filling,
-    steady: Sequence[_Steady],
-) -> Iterator[Division]:
-    """How islands can divide the work in some seconds: which of them are free or ends, and how long gradients are exchanged."""
-    batch, layers = job.global_batch, job.model.layers
-    tight = _tight(islands, seconds, batch)
-    free = Counter(islands) - tight
-
-    def divided(exchange_s: float, most_s: float, times: float) -> Iterator[Division]:
-        most = filling.most(seconds, once_s, exchange_s)
-        capacities = {island: sum(count * most[kind] for kind, count in island.counts) for island in tight}
-        for chosen, others in _choices(tight, capacities, seconds, batch, layers, ends, most_s, times):
-            counts: Counter[GpuKind] = Counter()
-            for island in (*free.elements(), *chosen):
-                counts.update(dict(island.counts))
-            yield Division(counts, others, exchange_s)
-
-    if not tight:
-        yield from divided(0.0, math.inf, 1.0)
-        return
-    best = filling.most(seconds, once_s, 0.0)
-    most = sum(count * best[kind] for kind, count in filling.counts.items())
-    for plans in steady:
-        needed = batch * (layers + filling.head_layers) + plans.again
-        for division in divided(0.0, math.inf, plans.times):
-            done = sum(count * best[kind] for kind, count in division.counts.items())
-            if min(most, done + division.others * (1 + plans.most_again)) >= needed * (1 - 1e-12):
-                yield division
-    unit_s = min(island.shared_s for island in tight)
-    if unit_s == 0:
-        yield from divided(0.0, math.inf, 1.0)
-        return
-    for low, high in pairwise(EXCHANGED):
-        if low * unit_s > seconds:
-            return
-        yield from divided(low * unit_s * (1 - ROUNDING), high * unit_s * (1 - ROUNDING), 1.0)
 
 
 # --- The gap ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ Array: TypeAlias = npt.NDArray[np.float64]
 STEPS = 30
 """How often the interval of times in which the bound lies is halved."""
 
+CLOSE_STEPS = 7
+"""The same where divisions are asked for closer ones."""
+
 SHARES = (1.25, 0.25, 5.0)
 """By how much ranges of a lane's share of a micro-batch grow, where there are between so many and so many sequences for each of
 its GPUs; elsewhere they double."""
@@ -149,6 +152,8 @@ class Division:
     """Layers of sequences."""
     exchange_s: float = 0.0
     """How long gradients and parameters are on their way at least when all forwards are done."""
+    closer: Callable[[], Iterable[Division]] | None = None
+    """The same as several, of which each allows less; these take long to find."""
 
 
 Divisions: TypeAlias = Callable[[float], Iterable[Division]]
@@ -184,19 +189,26 @@ class Filling:
         """
         found = divisions or (lambda _: [Division(self.counts)])
 
-        def too_short(seconds: float) -> bool:
+        def too_short(seconds: float, closely: bool) -> bool:
             known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]] = {}
-            return all(self._too_short(division, seconds - once_s, once_s, known) for division in found(seconds))
+
+            def proven(division: Division) -> bool:
+                if self._too_short(division, seconds - once_s, once_s, known):
+                    return True
+                return closely and division.closer is not None and all(proven(part) for part in division.closer())
+
+            return all(proven(division) for division in found(seconds))
 
         low = least_s
-        if not too_short(low):
-            return low
-        high = 1.05 * low
-        while too_short(high):
-            low, high = high, 1.5 * high
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if too_short(middle) else (low, middle)
+        for closely, steps in ((False, STEPS), (True, CLOSE_STEPS)):
+            if (divisions is None and closely) or not too_short(low, closely):
+                continue
+            high = 1.05 * low
+            while too_short(high, closely):
+                low, high = high, 1.5 * high
+            for _ in range(steps):
+                middle = (low + high) / 2
+                low, high = (middle, high) if too_short(middle, closely) else (low, middle)
         return low
 
     def most(self, seconds: float, once_s: float, exchange_s: float) -> Mapping[GpuKind, float]:
@@ -207,6 +219,10 @@ class Filling:
             computing_s = self._computing_s(kind.lanes, np.zeros(1), seconds - once_s, after_s)[:, 0]
             found[name] = float(np.max(computing_s / kind.lanes.gpu_s))
         return found
+
+    def head_s(self, kind: GpuKind) -> float:
+        """The GPU-seconds of the head for a sequence, at least."""
+        return self._kinds[kind].head_s
 
     def _too_short(
         self,
