@@ -3,8 +3,8 @@
     python benchmarks/homogeneous.py
 
 Clusters of 8 to 64 A100-80GB in nodes of eight: with NVLink and 200 Gbit/s InfiniBand, and on PCIe with 25 Gbit/s Ethernet;
-three models each. motley has ten seconds. The planner `megatron` has the best twenty of its grids judged at most; here all grids
-of it are, in the order of their estimates, until these are SLACK times the best one's. Both are judged by simulation.
+three models each. motley has ten seconds. The planner `megatron` has the best of its grids judged; here all grids of it are,
+interleaved ones, too, in the order of their estimates, until these are SLACK times the best one's. Both are judged by simulation.
 Writes benchmarks/results/homogeneous.txt; rows of homogeneous.csv are not searched again, unless `--again` says so.
 """
 
@@ -21,7 +21,7 @@ from searches import Row, searched, seconds
 
 from experiments.comparison import Cell, row, run_cell
 from partition.drafts import make_plan, usable_nodes
-from partition.planners.megatron import grids
+from partition.planners.megatron import grids, interleaved_grids
 from partition.search import Search, register
 from sim.cost.estimates import Estimates
 from sim.spec.cluster import Cluster, parse_cluster
@@ -66,11 +66,12 @@ def all_grids(search: Search) -> None:
     """Has the grids of the planner `megatron` judged in the order of their estimates, as far as they may be the best."""
     estimates = Estimates(search.cluster, search.job)
     found = []
-    for draft, settings in grids(search, usable_nodes(search)):
-        plan = make_plan(search.cluster, search.job, draft, settings)
-        estimated_s = estimates.iteration_s(plan)
-        if estimated_s < math.inf:
-            found.append((estimated_s, len(found), plan))
+    for grid, own in grids(search, usable_nodes(search)):
+        for draft, settings in ((grid, own), *interleaved_grids(grid, own)):
+            plan = make_plan(search.cluster, search.job, draft, settings)
+            estimated_s = estimates.iteration_s(plan)
+            if estimated_s < math.inf:
+                found.append((estimated_s, len(found), plan))
     for estimated_s, _, plan in sorted(found):
         if search.best is not None and estimated_s > SLACK * search.best[1].iteration_s:
             break

@@ -35,6 +35,12 @@ def chunked(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Settings]
         turned = tuple(_head_first(pipeline) for pipeline in draft)
         if min(pipeline.stages[0].layer_count for pipeline in turned) >= 2:
             yield tuple(_laid(pipeline, 2, folded=True) for pipeline in turned), in_a_v
+    yield from interleaved(draft, settings)
+
+
+def interleaved(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Settings]]:
+    """A draft of one range a stage with ever more ranges, under interleaved 1F1B."""
+    fewest = min(part.layer_count for pipeline in draft for part in pipeline.stages)
     for count in CHUNKS:
         if count <= fewest:
             yield tuple(_laid(pipeline, count) for pipeline in draft), replace(settings, schedule="interleaved")

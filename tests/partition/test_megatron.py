@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -41,6 +43,42 @@ def test_no_grid_on_a_homogeneous_cluster_is_faster() -> None:
     assert result.cost is not None
     assert len(seconds) > 20
     assert result.cost.iteration_s <= min(seconds) * (1 + 1e-9)
+
+
+def test_no_interleaved_grid_is_faster_where_that_is_faster_than_any_other() -> None:
+    # Memory and slow tensor parallelism ask for stages, and few micro-batches make them fill and drain.
+    model = replace(SMALL, name="deep", layers=24)
+    world, work = cluster(node("a", "RTX3080Ti", 8)), job(model, 2048, 8)
+    judge, names = simulation(world, work), [device.name for device in world.devices]
+    seconds: dict[int, float] = {}
+    for depth, mode, count in product((2, 4, 8), ("none", "selective", "full"), (1, 2, 3, 4, 6)):
+        data, each = 8 // depth, 24 // depth
+        if each % count or (8 // data) % depth:
+            continue
+        size = each // count
+        pipelines = tuple(
+            Pipeline(
+                1,
+                8 // data,
+                tuple(
+                    replace(
+                        stage((names[s * data + d],), (s * each, (s + 1) * each), 1, mode),
+                        layers=tuple((at * size, (at + 1) * size) for at in range(s, depth * count, depth)),
+                    )
+                    for s in range(depth)
+                ),
+            )
+            for d in range(data)
+        )
+        schedule = "interleaved" if count > 1 else "1f1b"
+        verdict = judge(make_plan(world, work, pipelines, Settings(schedule)))
+        if isinstance(verdict, Cost):
+            seconds[count] = min(seconds.get(count, math.inf), verdict.iteration_s)
+    result = plan(world, work, "megatron", budget_s=600)
+    assert result.plan is not None and result.cost is not None
+    assert result.plan.schedule == "interleaved"
+    assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
+    assert min(seconds.values()) < 0.9 * seconds[1]
 
 
 def found(planner_world: str = "homogeneous") -> Plan:
