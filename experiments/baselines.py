@@ -8,22 +8,18 @@ clusters should beat, or give itself. The grids are those of `partition.planners
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
-from partition.drafts import SLACK, Draft, Settings, judge_in_order, reject, usable_nodes
-from partition.planners.megatron import grids
-from partition.pricing import Pricing
+from partition.drafts import reject, usable_nodes
+from partition.planners.megatron import Grid, grids, judge_best
 from partition.room import Room
 from partition.search import Search, register
-
-_Grid: TypeAlias = tuple[Draft, Settings]
 
 
 @register("uniform-grid")
 def uniform_grid(search: Search) -> None:
     """Has the best symmetric grids on all GPUs judged, or on as many as there are fitting grids on."""
     most = 0
-    fitting: list[_Grid] = []
+    fitting: list[Grid] = []
     for grid in _fitting_grids(search):
         count = len(_devices(grid))
         if count > most:
@@ -40,11 +36,11 @@ def single_kind(search: Search) -> None:
     _judge_best(search, [grid for grid in _fitting_grids(search) if len({kind[name] for name in _devices(grid)}) == 1])
 
 
-def _devices(grid: _Grid) -> list[str]:
+def _devices(grid: Grid) -> list[str]:
     return [name for pipeline in grid[0] for stage in pipeline.stages for name in stage.devices]
 
 
-def _fitting_grids(search: Search) -> Iterator[_Grid]:
+def _fitting_grids(search: Search) -> Iterator[Grid]:
     """All symmetric grids that fit in memory, on the whole cluster and on its homogeneous parts."""
     nodes = usable_nodes(search)
     room = Room(search.cluster, search.job)
@@ -54,15 +50,8 @@ def _fitting_grids(search: Search) -> Iterator[_Grid]:
             yield draft, settings
 
 
-def _judge_best(search: Search, fitting: Sequence[_Grid]) -> None:
-    """Prices the grids and has the best of them judged."""
+def _judge_best(search: Search, fitting: Sequence[Grid]) -> None:
+    """Has the best of the grids judged, interleaved ones, too."""
     if not fitting:
         reject(search, [device.name for device in search.cluster.devices])
-        return
-    pricing = Pricing(search.cluster, search.job)
-    prices = []
-    for draft, settings in fitting:
-        search.check_budget()
-        prices.append(pricing.price_s(draft, settings))
-    order = sorted(range(len(fitting)), key=lambda i: (prices[i], i))
-    judge_in_order(search, [fitting[i] for i in order if prices[i] <= SLACK * prices[order[0]]])
+    judge_best(search, fitting)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import gcd
+from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.chunks import interleaved
@@ -32,6 +33,8 @@ from sim.spec.cluster import Node
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 
+Grid: TypeAlias = tuple[Draft, Settings]
+
 MICRO_BATCHES = (1, 2, 4, 8)
 ZERO_STAGES = (1, 0)
 
@@ -42,32 +45,41 @@ def megatron(search: Search) -> None:
     nodes = usable_nodes(search)
     if not nodes:
         return
-    pricing, room = Pricing(search.cluster, search.job), Room(search.cluster, search.job)
-    priced: list[tuple[float, int, Draft, Settings]] = []
-    for draft, settings in grids(search, nodes):
+    room = Room(search.cluster, search.job)
+    fitting: list[Grid] = []
+    for grid in grids(search, nodes):
         search.check_budget()
-        if room.fits(draft, settings):
-            priced.append((pricing.price_s(draft, settings), len(priced), draft, settings))
-    if not priced:
+        if room.fits(*grid):
+            fitting.append(grid)
+    if not fitting:
         reject(search, [f"{node.name}/{index}" for node in nodes for index in range(node.gpus)])
+    judge_best(search, fitting)
+
+
+def judge_best(search: Search, fitting: Sequence[Grid]) -> None:
+    """Prices grids that fit, and has the best of them judged, and then those of all that promise to be better interleaved."""
+    pricing = Pricing(search.cluster, search.job)
+    priced: list[tuple[float, int, Grid]] = []
+    for grid in fitting:
+        search.check_budget()
+        priced.append((pricing.price_s(*grid), len(priced), grid))
     priced.sort(key=lambda entry: entry[:2])
-    near = [(draft, settings) for price_s, _, draft, settings in priced if price_s <= SLACK * priced[0][0]]
-    judge_in_order(search, near)
+    judge_in_order(search, [grid for price_s, _, grid in priced if price_s <= SLACK * priced[0][0]])
     if search.best is None:
         return
-    further: list[tuple[float, int, Draft, Settings]] = []
-    for price_s, _, draft, settings in priced:
+    further: list[tuple[float, int, Grid]] = []
+    for price_s, _, (draft, settings) in priced:
         search.check_budget()
-        for made, chosen in interleaved_grids(draft, settings):
+        for made in interleaved_grids(draft, settings):
             depth, number = len(draft[0].stages), draft[0].micro_batches
-            ranges_each = len(made[0].stages[0].layers)
+            ranges_each = len(made[0][0].stages[0].layers)
             made_s = price_s * (number + (depth - 1) / ranges_each) / (number + depth - 1)
             if made_s < search.best[1].iteration_s:
-                further.append((made_s, len(further), made, chosen))
-    judge_in_order(search, [(draft, settings) for _, _, draft, settings in sorted(further, key=lambda entry: entry[:2])])
+                further.append((made_s, len(further), made))
+    judge_in_order(search, [grid for _, _, grid in sorted(further, key=lambda entry: entry[:2])])
 
 
-def interleaved_grids(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Settings]]:
+def interleaved_grids(draft: Draft, settings: Settings) -> Iterator[Grid]:
     """A grid with several ranges of layers in each stage, as far as Megatron-LM has them."""
     depth, counts = len(draft[0].stages), {part.layer_count for part in draft[0].stages}
     if depth == 1 or len(counts) > 1 or draft[0].micro_batches % depth:
@@ -77,7 +89,7 @@ def interleaved_grids(draft: Draft, settings: Settings) -> Iterator[tuple[Draft,
             yield made, chosen
 
 
-def grids(search: Search, nodes: Sequence[Node]) -> Iterator[tuple[Draft, Settings]]:
+def grids(search: Search, nodes: Sequence[Node]) -> Iterator[Grid]:
     """All grids on all parts of the cluster, those that do not fit in memory too."""
     for part in parts(nodes):
         for pipelines in shapes(search.job, part):
@@ -111,7 +123,7 @@ def parts(nodes: Sequence[Node]) -> list[list[Node]]:
     return [part for i, part in enumerate(found) if part not in found[:i]]
 
 
-def _grid(job: Job, pipelines: Sequence[Groups]) -> Iterator[tuple[Draft, Settings]]:
+def _grid(job: Job, pipelines: Sequence[Groups]) -> Iterator[Grid]:
     """The grids of these groups: every micro-batch that divides the batch, every recompute mode, ZeRO 1 and 0."""
     data, tensor = len(pipelines), len(pipelines[0][0])
     cuts = ranges(even_split(job.model.layers, len(pipelines[0])))
