@@ -215,8 +215,10 @@ class Divisions:
             most = self._filling.most(seconds, self._once_s, low)
             left, visited = Counter(chosen), []
             for island in self._islands:
-                own = None if island not in tight else left[island] > 0
-                left[island] -= own is True
+                own = None
+                if island in tight:
+                    own = left[island] > 0
+                    left[island] -= 1
                 capacity = sum(count * most[kind] for kind, count in island.counts)
                 head = min(self._filling.head_s(kind) * most[kind] for kind, _ in island.counts) / (seconds - self._once_s)
                 visited.append(Visited(island, own, capacity, head))

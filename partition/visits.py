@@ -1,4 +1,4 @@
-"""The most work of islands that not every sequence can enter and leave, as a linear program.
+"""The most work of islands that not every sequence can enter and leave, as a mixed-integer program.
 
 The Lagrangian of `partition.network` prices one thing that islands share, the sequences begun and ended, and asks it in no time.
 What it does not ask is where the layers are that an island shares: what one island saves another has to carry. All of it
@@ -42,6 +42,9 @@ from partition.islands import Island
 
 TOLERANCE = 1e-6
 """By how much, as a fraction, the optimum may be better than what the solver finds, and the work less than is needed."""
+
+NODES = 1000
+"""The solver gives up after so many nodes of its tree, and has an upper bound then, too; most need one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _Program:
             integrality=np.array(self.whole, int),
             bounds=Bounds(0.0, np.array(self.most)),
             constraints=LinearConstraint(matrix, -math.inf, np.array(self.limits)),
-            options={"mip_rel_gap": TOLERANCE, "time_limit": 10.0},
+            options={"mip_rel_gap": TOLERANCE, "node_limit": NODES},
         )
         if found.status == 2:
             return None

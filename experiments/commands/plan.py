@@ -36,7 +36,7 @@ from experiments.commands.options import (
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import Outputs, outputs
-from experiments.progress import search_progress
+from experiments.progress import count_progress, search_progress
 from experiments.tables import (
     alternatives_table,
     bound_line,
@@ -265,7 +265,8 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
 
 def _proven_line(trace: Trace, cluster: Cluster, job: Job) -> str | None:
     """How far the plan is from the best possible at most; None where no bound is known."""
-    bound = lower_bound(cluster, job)  # of all GPUs, also where the objective leaves some out
+    with count_progress("lower bound", 1):  # some seconds where links are slow
+        bound = lower_bound(cluster, job)  # of all GPUs, also where the objective leaves some out
     if not isinstance(bound, Bound):
         return None
     parts = asdict(gap(bound, trace, cluster))
