@@ -24,6 +24,7 @@ import numpy as np
 
 from partition.objective import Ledger, Missed, Objective, Outlay, dominates, pools
 from partition.parallel import News, side_by_side
+from sim.collector import garbage_collected_seldom
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
@@ -345,7 +346,9 @@ def plan(
     search = Search(cluster, job, judge or simulation(cluster, job, seed), seed, budget_s, progress, objective=aim)
     stopped, stands_in = "finished", False
     try:
-        if _on_parts(search, run, budget_s):
+        with garbage_collected_seldom():
+            ended = _on_parts(search, run, budget_s)
+        if ended:
             stopped = "budget"
             if search.best is None:
                 stands_in = _stand_in(search)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused where it would only cost time."""
+"""Python's garbage collector, held back where it would only cost time."""
 
 from __future__ import annotations
 
@@ -18,3 +18,19 @@ def garbage_collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+SELDOM = 20
+"""How many times as rare full collections are made."""
+
+
+@contextmanager
+def garbage_collected_seldom() -> Iterator[None]:
+    """All that there is is looked through for garbage less often inside: a search keeps hundreds of thousands of objects, in
+    which there is none, and Python would scan them every second (a sixth of the time). What is young is collected as ever."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], SELDOM * before[2])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

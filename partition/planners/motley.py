@@ -219,6 +219,17 @@ def motley(search: Search) -> None:
 
 
 @dataclass(frozen=True)
+class _Answered:
+    """What a process found that priced the first starts: what the judge says of one, the best of them, and as of `_Hunt`."""
+
+    judged: list[tuple[Plan, Verdict]]
+    ranked: list[tuple[float, Layout, Draft]]
+    least_s: float
+    longest: tuple[int, float]
+    cut: bool
+
+
+@dataclass(frozen=True)
 class _Known:
     """What is known of deals when descents begin: as of `_Hunt`, and the verdicts of all rounds of them before."""
 
@@ -316,14 +327,7 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        # The best of a few starts is judged at once, so that there is an answer whenever the search is interrupted.
-        starts = self.starts()
-        for n, start in enumerate(starts):
-            self.score_s(start)
-            if n >= FIRST_STARTS and self.late(FIRST):
-                break
-        self.judge_soon()
-        self.load()
+        self.answer_soon()
         self.begin()
         self.load()
         self.try_grids()
@@ -333,6 +337,53 @@ class _Hunt:
         self.explore()
         self.finish()
         self.search.cut = self.search.cut or self.estimates is None  # next time they will be compiled
+
+    def answer_soon(self) -> None:
+        """Has the best of a few starts judged at once, so that there is an answer whenever the search is interrupted.
+
+        Estimates are loaded meanwhile, which takes as long.
+        """
+
+        def answered() -> _Answered:
+            self.search.progress = None  # what is told is shown where it is heard
+            return _Answered(self.answer(), self.ranked(), self.least_s, self.longest, self.search.cut)
+
+        if cores() == 1 or not isinstance(self.search.judge, Forecast):
+            self.answer()
+            self.load()
+            return
+        found = beside(answered, self.load, self.search.check_budget)
+        self.least_s, self.longest = found.least_s, found.longest
+        self.search.cut = self.search.cut or found.cut
+        for answer in found.judged:
+            self.search.take(*answer)
+        if self.estimates is None:
+            for entry in found.ranked:
+                self._keep(*entry)
+        else:
+            for _, layout, _ in found.ranked[:WALKS]:
+                self.score_s(layout)
+
+    def answer(self) -> list[tuple[Plan, Verdict]]:
+        """Prices some starts, and has one of the best judged; the verdict, if there is one."""
+        for n, start in enumerate(self.starts()):
+            self.score_s(start)
+            if n >= FIRST_STARTS and self.late(FIRST):
+                break
+        return self.judge_soon()
+
+    def judge_soon(self) -> list[tuple[Plan, Verdict]]:
+        """Has the best layout so far judged of those that are simulated soon; the verdict, if there is such a layout."""
+        ranked = self.ranked()
+        quick = [entry for entry in ranked if self._work(entry[2]) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: self._work(entry[2]))
+        told = []
+        for _, layout, draft in (quick or least)[:1]:
+            with self._clocked(draft):
+                self.judged([(draft, layout.settings)])
+            plan = make_plan(self.search.cluster, self.job, draft, layout.settings)
+            told.append((plan, self.search.consider(plan)))
+        return told
 
     def load(self, wait_s: float = 0.0, most: int = WALKS) -> None:
         """Takes estimates for prices from now on, if they are there in some seconds; so many of the best have theirs at once."""
@@ -585,6 +636,8 @@ class _Hunt:
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
+                return math.inf
+            if deal.pipelines in ends and seconds > self._slack(deal.pipelines) * ends[deal.pipelines][0]:
                 return math.inf
             judged = judged_s(deal)
             if judged < math.inf:
@@ -1243,15 +1296,6 @@ class _Hunt:
 
     # --- The end ---
 
-    def judge_soon(self) -> None:
-        """Has the best layout so far judged of those that are simulated soon."""
-        ranked = self.ranked()
-        quick = [entry for entry in ranked if self._work(entry[2]) <= FIRST_WORK]
-        least = sorted(ranked, key=lambda entry: self._work(entry[2]))
-        for _, layout, draft in (quick or least)[:1]:
-            with self._clocked(draft):
-                self.judged([(draft, layout.settings)])
-
     def finish(self) -> None:
         """Has the best of each shape judged, tunes them, has them judged again, and tunes the best under the judge."""
         self.load(self._left_s(TUNED), 2 * FINALISTS)
@@ -1354,7 +1398,7 @@ class _Hunt:
         best: tuple[float, Draft, Settings] | None = None
         entries = [entry for entry in entries if self._soon(entry[1])] or entries
         for at in range(0, len(entries), TOGETHER):
-            if best is not None and (entries[at][0] > self._slack(entries[at][1]) * best[0] or self.late(JUDGED)):
+            if best is not None and (entries[at][0] > self._slack(len(entries[at][1])) * best[0] or self.late(JUDGED)):
                 break
             batch = [(draft, settings) for _, draft, settings in entries[at : at + TOGETHER]]
             for judged_s, (draft, settings) in zip(self.judged(batch), batch, strict=True):
@@ -1366,9 +1410,9 @@ class _Hunt:
         """Whether no end of so many pipelines was found to take much longer than its score; others say little about them."""
         return self.errors.get(pipelines, 1.0) <= TRUSTED
 
-    def _slack(self, draft: Draft) -> float:
-        """If it takes so many times as long by its estimate as another one by the judge, a draft takes longer."""
-        return CLOSE if self.estimates is not None and self._trusts(len(draft)) else SLACK
+    def _slack(self, pipelines: int) -> float:
+        """If it takes so many times as long by its estimate as another one by the judge, a draft of so many takes longer."""
+        return CLOSE if self.estimates is not None and self._trusts(pipelines) else SLACK
 
     def _tuned(self, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
         """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
@@ -1397,7 +1441,9 @@ class _Hunt:
                 self.search.check_budget()
                 known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
-            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack(changed) * seconds]
+            ranked = [
+                (changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack(len(changed)) * seconds
+            ]
             for at in range(0, len(ranked), TOGETHER):
                 batch = ranked[at : at + TOGETHER]
                 left -= len(batch)
