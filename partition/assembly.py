@@ -8,7 +8,7 @@ time of that counts for the stage's speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -75,13 +75,25 @@ class Dealt:
         return max(ends) + self.step_s
 
 
+class _Table(dict[int, tuple[float, int]]):
+    """What a function says of numbers, which is asked once for each; cutting pipelines takes its time for looking it up."""
+
+    def __init__(self, function: Callable[[int], tuple[float, int]]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __missing__(self, number: int) -> tuple[float, int]:
+        found = self[number] = self._function(number)
+        return found
+
+
 class Assembly:
     """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft."""
 
     def __init__(self, cluster: Cluster, job: Job, pricing: Pricing) -> None:
         self._cluster, self._job, self._pricing = cluster, job, pricing
         self._room = Room(cluster, job)
-        self._stages: dict[object, dict[int, tuple[float, int]]] = {}
+        self._stages: dict[object, _Table] = {}
         self._cuts: dict[object, _Cut | None] = {}
         self._built: dict[object, tuple[Stage, ...]] = {}
 
@@ -186,7 +198,7 @@ class Assembly:
         for share in WAIT_SHARES if settings.schedule != "gpipe" and any(waits) else (0.0,):
 
             def cost(s: int, count: int, share: float = share) -> float:
-                return tables[s](count)[0] + share * waits[s]
+                return tables[s][count][0] + share * waits[s]
 
             counts = split_layers(layers, depth, cost)
             if counts is None:
@@ -194,7 +206,7 @@ class Assembly:
             if counts in tried:
                 continue
             tried.append(counts)
-            amounts = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
+            amounts = tuple([tables[s][count][1] for s, count in enumerate(counts)])
             forward, backward, weight = [], [], []
             for s, (piece, count, amount) in enumerate(zip(pieces, counts, amounts, strict=True)):
                 modes = recomputed(count, amount)
@@ -221,16 +233,19 @@ class Assembly:
         flying: float,
         first: bool,
         last: bool,
-    ) -> partial[tuple[float, int]]:
-        """A function of a number of layers: a stage's seconds for one micro-batch, and how much it recomputes."""
+    ) -> _Table:
+        """By a number of layers, a stage's seconds for one micro-batch, and how much it recomputes."""
         alike = id(self._pricing.stage(devices, micro_batch, settings)), self._room.capacity_bytes(devices), len(devices)
         key = (alike, pipelines, micro_batch, settings, flying, first, last)
-        known = self._stages.setdefault(key, {})
-        return partial(self._seconds, known, devices, pipelines, micro_batch, settings, flying, first, last)
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = _Table(
+                partial(self._seconds, devices, pipelines, micro_batch, settings, flying, first, last)
+            )
+        return found
 
     def _seconds(
         self,
-        known: dict[int, tuple[float, int]],
         devices: tuple[str, ...],
         pipelines: int,
         micro_batch: int,
@@ -241,15 +256,10 @@ class Assembly:
         layers: int,
     ) -> tuple[float, int]:
         """See `_table`. Infinite where the layers do not fit."""
-        found = known.get(layers)
-        if found is None:
-            held = self._room.stage(pipelines, len(devices), micro_batch, settings, first, last)
-            amount = held.least_recomputation(self._room.capacity_bytes(devices), layers, flying)
-            if amount is None:
-                found = (math.inf, 0)
-            else:
-                pieces = self._pricing.stage(devices, micro_batch, settings)
-                seconds = pieces.forward_s(layers, first, last)
-                found = seconds + pieces.backward_s(recomputed(layers, amount), first, last), amount
-            known[layers] = found
-        return found
+        held = self._room.stage(pipelines, len(devices), micro_batch, settings, first, last)
+        amount = held.least_recomputation(self._room.capacity_bytes(devices), layers, flying)
+        if amount is None:
+            return math.inf, 0
+        pieces = self._pricing.stage(devices, micro_batch, settings)
+        seconds = pieces.forward_s(layers, first, last)
+        return seconds + pieces.backward_s(recomputed(layers, amount), first, last), amount

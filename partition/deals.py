@@ -10,8 +10,9 @@ row in two, so that a part of its GPUs has another degree, stands elsewhere, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -35,6 +36,13 @@ that need least memory first."""
 
 SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 """Schedules that divide backwards, which suit rows that are settled."""
+
+DEALINGS = ("in turn", "by node", "by row")
+"""How groups are dealt: those of each node to one pipeline after the other, so that stages of the same layers are neighbours; of
+each node a part that lies together; of each row a part in as few nodes as possible."""
+
+DEALT = (0.4, 0.4, 0.2)
+"""How often random deals have each of them."""
 
 MOST_CUT = 60
 """Of so many changes that cut a row one must help, or a descent ends: the many others are left to the next descents."""
@@ -87,8 +95,8 @@ class Deal:
 
     rows: tuple[Row, ...]
     pipelines: int
-    by_node: bool
-    """Whether every pipeline has its part of each node; else it has its part of each row, in as few nodes as possible."""
+    dealing: str
+    """One of DEALINGS."""
     micro_batch: int
     settings: Settings
 
@@ -116,6 +124,7 @@ class Deals:
         for name in order:
             alike.setdefault(kinds[name], []).append(devices[name])
         self._rows = [tuple(held) for held in alike.values()]
+        self._sort = {name: sort for sort, node in enumerate(alike) for name in order if kinds[name] == node}
         self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
 
     def starts(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
@@ -123,8 +132,8 @@ class Deals:
         allowed = [self._degrees(nodes) for nodes in self._rows]
         for degree in sorted({degree for some in allowed for degree in some}):
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
-            for by_node in (True, False):
-                yield Deal(rows, pipelines, by_node, 1, settings)
+            for dealing in DEALINGS if pipelines > 1 else DEALINGS[:1]:
+                yield Deal(rows, pipelines, dealing, 1, settings)
 
     def few(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
         """Deals of so many pipelines on some nodes of one row, half of them, a quarter, ...: all others are left out."""
@@ -133,7 +142,7 @@ class Deals:
             for count in sorted({max(1, len(nodes) >> halvings) for halvings in range(len(nodes).bit_length())}):
                 left = [Row(nodes[count:], 0)] if count < len(nodes) else []
                 for degree in self._degrees(nodes):
-                    yield Deal((Row(nodes[:count], degree), *left, *others), pipelines, True, 1, settings)
+                    yield Deal((Row(nodes[:count], degree), *left, *others), pipelines, DEALINGS[0], 1, settings)
 
     def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
@@ -155,7 +164,8 @@ class Deals:
         schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
         schedule, ahead = schedules[int(rng.integers(len(schedules)))]
         settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
-        return Deal(tuple(rows), pipelines, bool(rng.random() < 0.8), MICRO_BATCHES[int(rng.integers(2))], settings)
+        dealing = str(rng.choice(DEALINGS, p=DEALT))
+        return Deal(tuple(rows), pipelines, dealing, MICRO_BATCHES[int(rng.integers(2))], settings)
 
     def layout(self, deal: Deal) -> Layout | None:
         """The layout of a deal; None where pipelines would have no stage, stages no layer, or sequences cannot be divided so."""
@@ -163,8 +173,8 @@ class Deals:
         for row in deal.rows:
             if row.degree:
                 groups = [self._groups(devices, row.degree) for devices in row.nodes]
-                runs += groups if deal.by_node else [[group for own in groups for group in own]]
-        pipelines = tuple(shared_out(runs, deal.pipelines))
+                runs += [[group for own in groups for group in own]] if deal.dealing == "by row" else groups
+        pipelines = tuple(shared_out(runs, deal.pipelines, deal.dealing == "in turn"))
         if len(pipelines) < deal.pipelines or max(map(len, pipelines)) > self._job.model.layers:
             return None
         batch, length = self._job.global_batch, self._job.sequence_length
@@ -195,7 +205,8 @@ class Deals:
     def near(self, deal: Deal) -> Iterator[Deal]:
         """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines.
 
-        Where a row that is left out would stand makes no difference; it may take the place of another one.
+        Where a row that is left out would stand makes no difference; it may take the place of another one. What was cut of one
+        row and stands together can go elsewhere together, and be one row again.
         """
         rows, settings = deal.rows, deal.settings
         for i, row in enumerate(rows):
@@ -206,9 +217,18 @@ class Deals:
                 yield from _placed(deal, (*rows[:i], *rows[i + 1 :]), row, (i,))
             else:
                 yield from self._instead(deal, (*rows[:i], *rows[i + 1 :]), row.nodes)
+        for start, stop in self._runs(rows):
+            run, rest = rows[start:stop], (*rows[:start], *rows[stop:])
+            for at in range(len(rest) + 1):
+                if at != start:
+                    yield replace(deal, rows=(*rest[:at], *run, *rest[at:]))
+            nodes = _joined(run)
+            for degree in self._degrees(nodes):
+                yield replace(deal, rows=(*rest[:start], Row(nodes, degree), *rest[start:]))
         if len(rows) > 2:
             yield replace(deal, rows=rows[::-1])
-        yield replace(deal, by_node=not deal.by_node)
+        if deal.pipelines > 1:
+            yield from (replace(deal, dealing=dealing) for dealing in DEALINGS if dealing != deal.dealing)
         for size in micro_batches(self._job, deal.micro_batch):
             if size != deal.micro_batch:
                 yield replace(deal, micro_batch=size)
@@ -220,6 +240,12 @@ class Deals:
         for schedule, ahead in self.schedules:
             if (schedule, ahead) != (settings.schedule, settings.ahead):
                 yield replace(deal, settings=replace(settings, schedule=schedule, ahead=ahead))
+
+    def _runs(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
+        """Where neighbours of one sort of nodes begin and end that are in use, two at least."""
+        sorts = [self._sort[row.nodes[0][0].rpartition("/")[0]] if row.degree else None for row in rows]
+        ends = [i for i in range(len(rows) + 1) if i in (0, len(rows)) or sorts[i] != sorts[i - 1]]
+        return [(start, stop) for start, stop in pairwise(ends) if sorts[start] is not None and stop - start > 1]
 
     def split(self, deal: Deal) -> Iterator[Deal]:
         """The deal under the schedules that divide backwards."""
@@ -324,16 +350,29 @@ def _placed(deal: Deal, rest: Sequence[Row], row: Row, but: Sequence[int]) -> It
             yield replace(deal, rows=(*rest[:at], row, *rest[at:]))
 
 
-def shared_out(runs: Sequence[Sequence[Devices]], twins: int) -> list[Groups]:
-    """Runs of groups dealt to as many pipelines in equal parts; those that got one more of a run come last at the next."""
+def _joined(rows: Iterable[Row]) -> tuple[Devices, ...]:
+    """The devices of some rows, node by node, each node's by number."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        for devices in row.nodes:
+            held.setdefault(devices[0].rpartition("/")[0], []).extend(devices)
+    return tuple([tuple(sorted(devices, key=lambda name: int(name.rpartition("/")[2]))) for devices in held.values()])
+
+
+def shared_out(runs: Sequence[Sequence[Devices]], twins: int, in_turn: bool = False) -> list[Groups]:
+    """Runs of groups dealt to as many pipelines in equal parts; those that got one more of a run come last at the next.
+
+    A part lies together, unless groups are dealt to one pipeline after the other.
+    """
     pipes: list[list[Devices]] = [[] for _ in range(twins)]
     extra = 0
     for groups in runs:
         each, more = divmod(len(groups), twins)
         at = 0
         for t in range(twins):
-            count = each + ((t - extra) % twins < more)
-            pipes[t] += groups[at : at + count]
+            order = (t - extra) % twins
+            count = each + (order < more)
+            pipes[t] += groups[order::twins] if in_turn else groups[at : at + count]
             at += count
         extra += more
     return [tuple(pipe) for pipe in pipes if pipe]

@@ -103,14 +103,14 @@ GENERATIONS, WALKS = 2, 4
 MOST_MET = 40
 """So many layouts of different shapes are told of each walk."""
 
-PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.15, 0.76, 0.765, 0.775, 0.83, 0.91, 0.95
+PARTITIONED, BEGUN, DEALT, STARTED, RESETTLED, WALKED, TUNED, JUDGED = 0.05, 0.15, 0.82, 0.825, 0.835, 0.87, 0.93, 0.96
 """The shares of the budget after which the graph partition, starts of deals, deals, other starts, other settings, annealing,
 tuning and the judging of finalists end."""
 
-CHUNKED = 0.97
+CHUNKED = 0.975
 """That after which the trial of several ranges of layers a stage ends; the rest is for changes of the best."""
 
-SETTLED, RESTARTED, DESCENDED, PASSED = 0.15, 0.3, 0.6, 0.8
+SETTLED, RESTARTED, DESCENDED, PASSED = 0.1, 0.15, 0.55, 0.8
 """The shares of the time for deals after which end: first steps from starts, first steps from random deals, descents from where
 the best of these led, and those from numbers of pipelines that were passed by; the rest is for changes of the best."""
 
@@ -147,8 +147,9 @@ CLOSE = 1.01
 HOPE = 1.04
 """A descent from a change of the best cuts no rows that has not come near enough to the best one by then."""
 
-PACED = 1.06
-"""A deal whose pace takes so many times as long as another takes by its estimate is not better than that."""
+PACED, SURELY = 1.06, 1.02
+"""A deal whose pace takes so many times as long as another takes by its estimate is not better than that, and what it takes at
+least need not be so much longer."""
 
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
@@ -781,8 +782,8 @@ class _Hunt:
         dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         if dealt is None:
             return math.inf
-        if self.charges.least_s(dealt.least_s, _devices(layout)) > PACED * worth_s:
-            return PACED * worth_s
+        if self.charges.least_s(dealt.least_s, _devices(layout)) > SURELY * worth_s:
+            return SURELY * worth_s
         draft = self.assembly.built(dealt)
         return math.inf if draft is None else self.draft_s(draft, layout.settings, worth_s)
 

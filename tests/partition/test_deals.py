@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partition.deals import Deal, Deals, Row, Score, shared_out
+from partition.deals import DEALINGS, Deal, Deals, Row, Score, shared_out
 from partition.drafts import Settings, degrees
 from partition.graph import DeviceGraph
 from sim.cost.network import Network
@@ -73,7 +73,7 @@ def test_a_layout_has_the_devices_of_its_rows_once_in_groups_of_one_node(world: 
     assert len(layout.pipelines) == count
     assert all(1 <= len(pipe) <= job().model.layers for pipe in layout.pipelines)
     lengths = [len(pipe) for pipe in layout.pipelines]
-    runs = sum(len(row.nodes) if deal.by_node else 1 for row in deal.rows if row.degree)
+    runs = sum(1 if deal.dealing == "by row" else len(row.nodes) for row in deal.rows if row.degree)
     assert max(lengths) - min(lengths) <= runs  # of each run one pipeline may have one group more than another
 
 
@@ -106,6 +106,21 @@ def test_all_degrees_of_all_rows_in_all_orders_are_near_one_another(world: Clust
                 assert replace(deal, rows=rows) in near
 
 
+def test_what_was_cut_of_a_row_can_move_together_and_be_one_again() -> None:
+    deals = deals_of(cluster(node("n0", "RTX4090", 4), node("n1", "RTX3090", 2)))
+    one, two, other = Row((("n0/2", "n0/3"),), 1), Row((("n0/0", "n0/1"),), 2), Row((("n1/0", "n1/1"),), 1)
+    deal = Deal((one, two, other), 2, "by node", 1, Settings())
+    near = [changed.rows for changed in deals.near(deal)]
+    assert (other, one, two) in near
+    whole = (("n0/0", "n0/1", "n0/2", "n0/3"),)
+    for degree in (1, 2, 4):
+        assert (Row(whole, degree), other) in near
+    apart = replace(deal, rows=(one, other, two))
+    assert all(len(changed.rows) == 3 for changed in deals.near(apart))
+    left_out = replace(deal, rows=(one, Row(two.nodes, 0), other))
+    assert all(len(changed.rows) == 3 for changed in deals.near(left_out))
+
+
 @settings(deadline=None, max_examples=40)
 @given(worlds, st.integers(0, 2**32))
 def test_a_row_that_is_left_out_can_take_the_place_of_any_other(world: Cluster, seed: int) -> None:
@@ -127,7 +142,7 @@ def scored(seed: int) -> Score:
     def score_s(deal: Deal, worth_s: float = float("inf")) -> float:
         rows = sum(costs[0, place % 10, row.degree] for place, row in enumerate(deal.rows))
         first = costs[1, int(deal.rows[0].nodes[0][0][1]), 0]  # which node comes first
-        rest = costs[2, deal.micro_batch, deal.settings.zero_stage] + costs[3, int(deal.by_node), 0]
+        rest = costs[2, deal.micro_batch, deal.settings.zero_stage] + costs[3, DEALINGS.index(deal.dealing), 0]
         seconds = float(rows + first + rest)
         return seconds if seconds <= worth_s else float("inf")  # so long that nobody wants to know
 
@@ -190,21 +205,26 @@ def test_a_kick_changes_a_deal_and_leaves_it_feasible(seed: int) -> None:
     assert deals.kicked(start, lambda *_: float("inf"), np.random.default_rng(seed)) == start
 
 
-def test_nodes_are_dealt_node_by_node_or_row_by_row() -> None:
+@pytest.mark.parametrize(
+    ("dealing", "dealt"),
+    [
+        ("in turn", [["n0/0", "n0/2", "n1/0", "n1/2"], ["n0/1", "n0/3", "n1/1", "n1/3"]]),
+        ("by node", [["n0/0", "n0/1", "n1/0", "n1/1"], ["n0/2", "n0/3", "n1/2", "n1/3"]]),
+        ("by row", [["n0/0", "n0/1", "n0/2", "n0/3"], ["n1/0", "n1/1", "n1/2", "n1/3"]]),
+    ],
+)
+def test_groups_are_dealt_in_turn_by_node_or_by_row(dealing: str, dealt: list[list[str]]) -> None:
     deals = deals_of(cluster(*(node(f"n{n}", "RTX4090", 4) for n in range(2))))
     (row,) = next(deals.starts(2, Settings("eager-1f1b"))).rows
-    deal = Deal((Row(row.nodes, 2),), 2, True, 1, Settings())
-    by_node, by_row = deals.layout(deal), deals.layout(replace(deal, by_node=False))
-    assert by_node is not None
-    assert by_row is not None
-    assert [[group[0][:2] for group in pipe] for pipe in by_node.pipelines] == [["n0", "n1"], ["n0", "n1"]]
-    assert [[group[0][:2] for group in pipe] for pipe in by_row.pipelines] == [["n0", "n0"], ["n1", "n1"]]
+    layout = deals.layout(Deal((Row(row.nodes, 1),), 2, dealing, 1, Settings()))
+    assert layout is not None
+    assert [[name for (name,) in pipe] for pipe in layout.pipelines] == dealt
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
-def test_runs_are_shared_out_evenly(lengths: list[int], twins: int) -> None:
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5), st.booleans())
+def test_runs_are_shared_out_evenly(lengths: list[int], twins: int, in_turn: bool) -> None:
     runs = [[(f"{run}/{n}",) for n in range(length)] for run, length in enumerate(lengths)]
-    pipes = shared_out(runs, twins)
+    pipes = shared_out(runs, twins, in_turn)
     assert sorted(group for pipe in pipes for group in pipe) == sorted(group for run in runs for group in run)
     counts = sorted(len(pipe) for pipe in pipes) if len(pipes) == twins else [0, *(len(pipe) for pipe in pipes)]
     assert max(counts) - min(counts) <= 1
