@@ -3,8 +3,8 @@
 The nodes of a cluster are rows, those that are alike together. Each row has a tensor-parallel degree, or is left out; its groups
 are dealt to the pipelines in equal parts, and the rows stand in the order of the stages. So a deal is an order of rows, their
 degrees, a number of pipelines and what holds for all of them. From a start, `Deals.descended` takes whatever single change
-helps, until none does: first those that keep the rows or join them, then, if they are asked for, zero-bubble schedules, then those
-that cut a row in two, so that a part of its GPUs has another degree, stands elsewhere, or is left out.
+helps, until none does: first those that keep rows or join them, then, if they are asked for, zero-bubble schedules, then those
+that cut a row in two, so that a part of its GPUs has another degree or place, or is left out.
 """
 
 from __future__ import annotations
