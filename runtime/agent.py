@@ -37,14 +37,14 @@ def run_workers(command: Sequence[str], workers: int, environment: Mapping[str, 
     after an interruption, and SystemExit after another signal that asks to end.
     """
     with _variables(environment), _silence(), _handlers_kept():
-        # The store takes any free port, and the agent's own, on the same port, is the same one.
+        # The store takes any free port.
         store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             address, 0, is_master=True, wait_for_workers=False, multi_tenant=True
         )
         spec = WorkerSpec(
             role="worker",
             local_world_size=workers,
-            rdzv_handler=StaticTCPRendezvous(address, store.port, rank=0, world_size=1, run_id="motley", timeout=60),
+            rdzv_handler=_Rendezvous(address, store),
             entrypoint=command[0],
             args=tuple(word.replace("$", "$$") for word in command[1:]),  # the agent takes them for templates
             max_restarts=0,
@@ -63,6 +63,18 @@ def run_workers(command: Sequence[str], workers: int, environment: Mapping[str, 
         finally:
             agent.end()
     return Ending({rank: failure.exitcode for rank, failure in result.failures.items()}, frozenset(agent.killed))
+
+
+class _Rendezvous(StaticTCPRendezvous):
+    """The meeting of one agent with itself, at a store that there is.
+
+    Asked for one on the same port torch would share it, but where this process had another store on that port before: then it
+    forgets this one, and finds the port taken.
+    """
+
+    def __init__(self, address: str, store: torch.distributed.TCPStore) -> None:  # type: ignore[name-defined]
+        super().__init__(address, store.port, rank=0, world_size=1, run_id="motley", timeout=60)
+        self._store = store
 
 
 class _Agent(LocalElasticAgent):

@@ -330,6 +330,13 @@ def test_a_run_that_ends_well_leaves_nothing_behind(
     assert launcher.left(0)["threads"] == str(max(1, cores // 2))
 
 
+def test_a_run_opens_its_port_once(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A second store on the port would be the first one, but where this process had another one there before: there it fails.
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.static_tcp_rendezvous.TCPStore", None)
+    launcher.launch("none")
+    assert [launcher.left(rank)["arguments"] for rank in (0, 1)]
+
+
 def test_the_workers_get_the_words_of_the_settings(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = launcher.folder / "${local_rank} $$ 'a b'"
     odd.mkdir()
