@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -75,25 +75,13 @@ class Dealt:
         return max(ends) + self.step_s
 
 
-class _Table(dict[int, tuple[float, int]]):
-    """What a function says of numbers, which is asked once for each; cutting pipelines takes its time for looking it up."""
-
-    def __init__(self, function: Callable[[int], tuple[float, int]]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __missing__(self, number: int) -> tuple[float, int]:
-        found = self[number] = self._function(number)
-        return found
-
-
 class Assembly:
     """Makes drafts for one job on one cluster. What it finds out of stages it keeps for the next draft."""
 
     def __init__(self, cluster: Cluster, job: Job, pricing: Pricing) -> None:
         self._cluster, self._job, self._pricing = cluster, job, pricing
         self._room = Room(cluster, job)
-        self._stages: dict[object, _Table] = {}
+        self._stages: dict[object, Callable[[int], tuple[float, int]]] = {}
         self._cuts: dict[object, _Cut | None] = {}
         self._built: dict[object, tuple[Stage, ...]] = {}
 
@@ -198,7 +186,7 @@ class Assembly:
         for share in WAIT_SHARES if settings.schedule != "gpipe" and any(waits) else (0.0,):
 
             def cost(s: int, count: int, share: float = share) -> float:
-                return tables[s][count][0] + share * waits[s]
+                return tables[s](count)[0] + share * waits[s]
 
             counts = split_layers(layers, depth, cost)
             if counts is None:
@@ -206,7 +194,7 @@ class Assembly:
             if counts in tried:
                 continue
             tried.append(counts)
-            amounts = tuple([tables[s][count][1] for s, count in enumerate(counts)])
+            amounts = tuple([tables[s](count)[1] for s, count in enumerate(counts)])
             forward, backward, weight = [], [], []
             for s, (piece, count, amount) in enumerate(zip(pieces, counts, amounts, strict=True)):
                 modes = recomputed(count, amount)
@@ -233,15 +221,14 @@ class Assembly:
         flying: float,
         first: bool,
         last: bool,
-    ) -> _Table:
-        """By a number of layers, a stage's seconds for one micro-batch, and how much it recomputes."""
+    ) -> Callable[[int], tuple[float, int]]:
+        """A function of a number of layers: a stage's seconds for one micro-batch, and how much it recomputes."""
         alike = id(self._pricing.stage(devices, micro_batch, settings)), self._room.capacity_bytes(devices), len(devices)
         key = (alike, pipelines, micro_batch, settings, flying, first, last)
         found = self._stages.get(key)
         if found is None:
-            found = self._stages[key] = _Table(
-                partial(self._seconds, devices, pipelines, micro_batch, settings, flying, first, last)
-            )
+            seconds = partial(self._seconds, devices, pipelines, micro_batch, settings, flying, first, last)
+            found = self._stages[key] = cache(seconds)
         return found
 
     def _seconds(

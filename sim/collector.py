@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SELDOM = 20
+"""How many times as rare full collections are made."""
+
 
 @contextmanager
 def garbage_collector_paused() -> Iterator[None]:
@@ -18,10 +21,6 @@ def garbage_collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-SELDOM = 20
-"""How many times as rare full collections are made."""
 
 
 @contextmanager

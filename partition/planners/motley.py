@@ -147,9 +147,8 @@ CLOSE = 1.01
 HOPE = 1.04
 """A descent from a change of the best cuts no rows that has not come near enough to the best one by then."""
 
-PACED, SURELY = 1.06, 1.02
-"""A deal whose pace takes so many times as long as another takes by its estimate is not better than that, and what it takes at
-least need not be so much longer."""
+BY_PACE, BY_LEAST = 1.06, 1.02
+"""A deal is not better than another that takes so many times less by its estimate than this one by its pace, or at least."""
 
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
@@ -353,7 +352,7 @@ class _Hunt:
             self.answer()
             self.load()
             return
-        found = beside(answered, self.load, self.search.check_budget)
+        found = beside(answered, self.load, lambda: None)  # however long it takes: a search shall have an answer
         self.least_s, self.longest = found.least_s, found.longest
         self.search.cut = self.search.cut or found.cut
         for answer in found.judged:
@@ -380,10 +379,12 @@ class _Hunt:
         least = sorted(ranked, key=lambda entry: self._work(entry[2]))
         told = []
         for _, layout, draft in (quick or least)[:1]:
-            with self._clocked(draft):
-                self.judged([(draft, layout.settings)])
             plan = make_plan(self.search.cluster, self.job, draft, layout.settings)
-            told.append((plan, self.search.consider(plan)))
+            with self._clocked(draft):
+                verdict = self.search.consider(plan)
+            if isinstance(verdict, Cost):
+                self.least_s = min(self.least_s, self.charges.judged_s(plan, verdict))
+            told.append((plan, verdict))
         return told
 
     def load(self, wait_s: float = 0.0, most: int = WALKS) -> None:
@@ -704,7 +705,7 @@ class _Hunt:
         best: tuple[float, Deal] | None = None
         for drawn in sorted(paces, key=lambda drawn: paces[drawn])[:ASKED]:
             least_s = math.inf if best is None else best[0]
-            if paces[drawn] > PACED * least_s or self.search.past(now_s + 2 * DRAWING * (until_s - now_s)):
+            if paces[drawn] > BY_PACE * least_s or self.search.past(now_s + 2 * DRAWING * (until_s - now_s)):
                 break
             if (seconds := self.deal_s(drawn, least_s)) < least_s:
                 best = seconds, drawn
@@ -782,8 +783,8 @@ class _Hunt:
         dealt = self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         if dealt is None:
             return math.inf
-        if self.charges.least_s(dealt.least_s, _devices(layout)) > SURELY * worth_s:
-            return SURELY * worth_s
+        if self.charges.least_s(dealt.least_s, _devices(layout)) > BY_LEAST * worth_s:
+            return BY_LEAST * worth_s
         draft = self.assembly.built(dealt)
         return math.inf if draft is None else self.draft_s(draft, layout.settings, worth_s)
 
@@ -1442,9 +1443,8 @@ class _Hunt:
                 self.search.check_budget()
                 known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
-            ranked = [
-                (changed, settings) for changed_s, changed in known[:left] if changed_s < self._slack(len(changed)) * seconds
-            ]
+            most_s = self._slack(len(draft)) * seconds
+            ranked = [(changed, settings) for changed_s, changed in known[:left] if changed_s < most_s]
             for at in range(0, len(ranked), TOGETHER):
                 batch = ranked[at : at + TOGETHER]
                 left -= len(batch)
