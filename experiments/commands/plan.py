@@ -249,7 +249,8 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
         files.console.print()
         files.console.print(front_table([(plan, ledger.outlay(plan, cost)) for plan, cost in result.front], cluster))
     files.console.print()
-    files.say(f"{by.planner} judged {result.judged:,} plans (seed {by.seed}), {how_it_ended(result, by.budget_s)}")
+    plans = "1 plan" if result.judged == 1 else f"{result.judged:,} plans"
+    files.say(f"{by.planner} judged {plans} (seed {by.seed}), {how_it_ended(result, by.budget_s)}")
     if by.judge != "simulate":
         judged = seconds(result.cost.iteration_s)
         files.say(f"the judge {by.judge} took the iteration for {judged}; the figures above are simulated")
