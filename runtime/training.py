@@ -83,7 +83,8 @@ class Trainer:
         self.recorder = Recorder(world.device)
         self.pacer: Pacer | None = None
         if settings.pace is not None:
-            self.pacer = Pacer(read_pace(settings.pace, plan, world.program).seconds[world.device_name])
+            seconds = read_pace(settings.pace, plan, world.program).seconds[world.device_name]
+            self.pacer = Pacer(seconds, plan.sequence_slices)
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
         group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)

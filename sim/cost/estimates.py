@@ -164,6 +164,7 @@ class Estimates:
             plan.gradient_precision,
             plan.context_parallel,
             plan.expert_parallel,
+            plan.sequence_slices,
             plan.shard_group,
             plan.offload_optimizer,
         )
@@ -562,6 +563,7 @@ class _Settings:
             and plan.zero_stage <= 1
             and plan.context_parallel == plan.expert_parallel == 1
             and plan.shard_group is None
+            and plan.sequence_slices == 1
             and not stack.keeps_messages(len(cluster.nodes))
         )
         self._schedule, self._zero_stage = plan.schedule, plan.zero_stage

@@ -20,7 +20,7 @@ from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, routes
 from sim.engine import _Flows, _Run, simulate
 from sim.metrics import report
-from sim.prepared import Prepared, message_key, work_key
+from sim.prepared import Prepared, message_key
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.counts import total_parameters
@@ -40,6 +40,7 @@ from sim.spec.program import (
     SendGradient,
     dependencies,
     instruction_text,
+    work_key,
 )
 from sim.spec.reading import InputError
 from sim.spec.trace import Span, Trace
@@ -531,7 +532,7 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
         works = prepared.works[lane.name]
         for i in lane.instructions:
             if isinstance(i, (Compute, OptimizerStep)):
-                work = works.work[work_key(i)]
+                work = works.work[work_key(i, 1)]
             elif isinstance(i, (SendActivation, SendGradient)):
                 serial += network.alone_s(works.messages[message_key(i)].transfer)
                 continue
