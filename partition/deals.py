@@ -23,6 +23,7 @@ from partition.graph import DeviceGraph
 from partition.pricing import Devices
 from sim.spec.cluster import Node
 from sim.spec.job import Job
+from sim.spec.plan import SLICED_SCHEDULES
 
 Score: TypeAlias = "Callable[[Deal, float], float]"
 """Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
@@ -33,6 +34,12 @@ MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 0), ("split-1f1b", 0), ("split-1f1b", 1), ("split-1f1b", 2), ("eager-1f1b", 0))
 """Schedules that are tried with all else, and how many micro-batches more are held for messages between nodes (`Settings`): those
 that need least memory first."""
+
+SLICES = (1, 2, 4, 8)
+"""Into how many slices sequences are cut, as far as their length allows."""
+
+SLICED = 0.5
+"""The share of random deals whose sequences are cut, where the schedule allows it."""
 
 SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 """Schedules that divide backwards, which suit rows that are settled."""
@@ -119,6 +126,7 @@ class Deals:
         order = graph.path(list(devices), {name: sum(memory[device] for device in own) for name, own in devices.items()})
         self.schedules = tuple(entry for entry in SCHEDULES if len(nodes) > 1 or not entry[1])
         """Those that are tried: no message leaves the only node."""
+        self.slices = tuple(slices for slices in SLICES if job.sequence_length % slices == 0)
         kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
         alike: dict[Node, list[Devices]] = {}
         for name in order:
@@ -164,6 +172,8 @@ class Deals:
         schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
         schedule, ahead = schedules[int(rng.integers(len(schedules)))]
         settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
+        if schedule in SLICED_SCHEDULES and rng.random() < SLICED:
+            settings = replace(settings, sequence_slices=self.slices[int(rng.integers(len(self.slices)))])
         dealing = str(rng.choice(DEALINGS, p=DEALT))
         return Deal(tuple(rows), pipelines, dealing, MICRO_BATCHES[int(rng.integers(2))], settings)
 
@@ -177,8 +187,8 @@ class Deals:
         pipelines = tuple(shared_out(runs, deal.pipelines, deal.dealing == "in turn"))
         if len(pipelines) < deal.pipelines or max(map(len, pipelines)) > self._job.model.layers:
             return None
-        batch, length = self._job.global_batch, self._job.sequence_length
-        if batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
+        batch, (length, rest) = self._job.global_batch, divmod(self._job.sequence_length, deal.settings.sequence_slices)
+        if rest or batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
             return None
         if deal.settings.sequence_parallel and any(row.degree and length % row.degree for row in deal.rows):
             return None
@@ -239,7 +249,15 @@ class Deals:
                 yield replace(deal, settings=other)
         for schedule, ahead in self.schedules:
             if (schedule, ahead) != (settings.schedule, settings.ahead):
-                yield replace(deal, settings=replace(settings, schedule=schedule, ahead=ahead))
+                yield replace(deal, settings=settings.under(schedule, ahead))
+        yield from (replace(deal, settings=changed) for changed in self.resliced(settings))
+
+    def resliced(self, settings: Settings) -> Iterator[Settings]:
+        """The settings with sequences in any other number of slices; none where the schedule takes no slices."""
+        if settings.schedule in SLICED_SCHEDULES and settings.zero_stage < 2:
+            for slices in self.slices:
+                if slices != settings.sequence_slices:
+                    yield replace(settings, sequence_slices=slices)
 
     def _runs(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
         """Where neighbours of one sort of nodes begin and end that are in use, two at least."""
@@ -251,7 +269,7 @@ class Deals:
         """The deal under the schedules that divide backwards."""
         for schedule in SPLIT_SCHEDULES:
             if schedule != deal.settings.schedule:
-                yield replace(deal, settings=replace(deal.settings, schedule=schedule, ahead=0))
+                yield replace(deal, settings=deal.settings.under(schedule))
 
     def cut(self, deal: Deal) -> Iterator[Deal]:
         """All deals in which a row is cut in two, a part of which has another degree or place than it had."""

@@ -155,6 +155,7 @@ LANE_WORK = 40
 
 START_SETTINGS = (
     *(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES)),
+    Settings("split-1f1b", sequence_slices=4),
     Settings("split-1f1b", offload_optimizer=True),
     Settings("split-1f1b", sequence_parallel=True, offload_optimizer=True),
 )
@@ -375,12 +376,12 @@ class _Hunt:
     def judge_soon(self) -> list[tuple[Plan, Verdict]]:
         """Has the best layout so far judged of those that are simulated soon; the verdict, if there is such a layout."""
         ranked = self.ranked()
-        quick = [entry for entry in ranked if self._work(entry[2]) <= FIRST_WORK]
-        least = sorted(ranked, key=lambda entry: self._work(entry[2]))
+        quick = [entry for entry in ranked if self._work(entry[2], entry[1].settings) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: self._work(entry[2], entry[1].settings))
         told = []
         for _, layout, draft in (quick or least)[:1]:
             plan = make_plan(self.search.cluster, self.job, draft, layout.settings)
-            with self._clocked(draft):
+            with self._clocked(draft, layout.settings):
                 verdict = self.search.consider(plan)
             if isinstance(verdict, Cost):
                 self.least_s = min(self.least_s, self.charges.judged_s(plan, verdict))
@@ -409,7 +410,7 @@ class _Hunt:
         if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
             best_s, best, draft = self.ranked()[0]
             if best_s < self.least_s:
-                with self._clocked(draft):
+                with self._clocked(draft, best.settings):
                     self.judged([(draft, best.settings)])
         for _, deal in self.ends.values():  # no start may fit where these do
             layout = self.deals.layout(deal)
@@ -456,7 +457,7 @@ class _Hunt:
         if self.estimates is not None:  # which tell the schedules apart
             for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
                 for name in SPLIT_SCHEDULES if settings.zero_stage < 2 and len(draft[0].stages) > 1 else ():
-                    add(math.inf, draft, replace(settings, schedule=name))
+                    add(math.inf, draft, settings.under(name))
         near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
         self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 
@@ -624,12 +625,12 @@ class _Hunt:
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or self.search.past(task.verdicts_s - self._expected_s(drafted[0])):
+            if drafted is None or self.search.past(task.verdicts_s - self._expected_s(*drafted)):
                 return math.inf
-            if late() and self._work(drafted[0]) > QUICK_WORK:
+            if late() and self._work(*drafted) > QUICK_WORK:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
-            with self._clocked(drafted[0]):
+            with self._clocked(*drafted):
                 verdict = self.search.consider(plan)
             tell((plan, verdict))
             found.judged.append((plan, verdict, deal))
@@ -728,34 +729,34 @@ class _Hunt:
         dealt = None if layout is None else self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         return math.inf if layout is None or dealt is None else self.charges.least_s(dealt.pace_s, _devices(layout))
 
-    def _expected_s(self, draft: Draft) -> float:
+    def _expected_s(self, draft: Draft, settings: Settings) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
         work, seconds = self.longest
-        return seconds * self._work(draft) / work
+        return seconds * self._work(draft, settings) / work
 
-    def _work(self, draft: Draft) -> int:
+    def _work(self, draft: Draft, settings: Settings) -> int:
         """How much work the simulation of a draft is, which runs one of the pipelines that behave alike."""
         lanes = sum(len(pipeline.stages) for pipeline in draft)
-        return simulation_work(unlike(draft, self.search.cluster)) + LANE_WORK * lanes
+        return simulation_work(unlike(draft, self.search.cluster), settings.sequence_slices) + LANE_WORK * lanes
 
-    def _soon(self, draft: Draft) -> bool:
+    def _soon(self, draft: Draft, settings: Settings) -> bool:
         """Whether the judge may say of a draft what it takes, and there is time to have several of them judged."""
-        soon = self._expected_s(draft) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
+        soon = self._expected_s(draft, settings) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
         self.search.cut = self.search.cut or not soon
         return soon
 
     @contextmanager
-    def _clocked(self, draft: Draft) -> Iterator[None]:
+    def _clocked(self, draft: Draft, settings: Settings) -> Iterator[None]:
         """Notes how long the judge takes within this for a draft; nothing where that was judged before."""
         judged, began_s = self.search.judged, self.search.elapsed_s
         yield
         if self.search.judged > judged:
-            self.longest = max(self.longest, (self._work(draft), self.search.elapsed_s - began_s))
+            self.longest = max(self.longest, (self._work(draft, settings), self.search.elapsed_s - began_s))
 
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
         drafted = self._drafted(deal)
-        return drafted is not None and self._work(drafted[0]) <= QUICK_WORK
+        return drafted is not None and self._work(*drafted) <= QUICK_WORK
 
     def _drafted(self, deal: Deal) -> tuple[Draft, Settings] | None:
         """The draft of a deal, and its settings; None where it has none."""
@@ -802,8 +803,10 @@ class _Hunt:
             ):
                 if self.search.past(until_s):
                     return
-                settings = Settings(schedule, zero_stage, sequence_parallel, offload, ahead=ahead)
-                self.score_s(replace(layout, micro_batch=size, settings=settings))
+                settings = replace(
+                    layout.settings, zero_stage=zero_stage, sequence_parallel=sequence_parallel, offload_optimizer=offload
+                )
+                self.score_s(replace(layout, micro_batch=size, settings=settings.under(schedule, ahead)))
 
     def explore(self) -> None:
         """Anneals from the best layouts."""
@@ -1044,10 +1047,13 @@ class _Hunt:
     def _reset(self, layout: Layout) -> Layout:
         """The layout with another micro-batch, or other settings."""
         settings = layout.settings
-        choice = self._draw(6)
+        choice = self._draw(7)
         if choice == 4:
             schedule, ahead = self.deals.schedules[self._draw(len(self.deals.schedules))]
-            return replace(layout, settings=replace(settings, schedule=schedule, ahead=ahead))
+            return replace(layout, settings=settings.under(schedule, ahead))
+        if choice == 6:
+            others = list(self.deals.resliced(settings))
+            return replace(layout, settings=others[self._draw(len(others))]) if others else layout
         if choice == 0:
             return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
         if choice in (1, 5):
@@ -1398,7 +1404,7 @@ class _Hunt:
         It asks for them in their order, until they are by their estimates worse than the best so far.
         """
         best: tuple[float, Draft, Settings] | None = None
-        entries = [entry for entry in entries if self._soon(entry[1])] or entries
+        entries = [entry for entry in entries if self._soon(*entry[1:])] or entries
         for at in range(0, len(entries), TOGETHER):
             if best is not None and (entries[at][0] > self._slack(len(entries[at][1])) * best[0] or self.late(JUDGED)):
                 break
@@ -1532,7 +1538,7 @@ class _Hunt:
         for s in which if settings.zero_stage < 2 else ():  # of others `Room` knows nothing
             devices, layers = stages[s].replicas[0].devices, stages[s].layer_count
             held = self.room.stage(copies, len(devices), pipeline.micro_batch, settings, s == 0, s == last)
-            flying = held_by(settings.schedule, pipeline, s)
+            flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
             amount = held.least_recomputation(self.room.capacity_bytes(devices), layers, flying)
             if amount is not None:
                 stages[s] = recomputing(stages[s], amount)

@@ -208,8 +208,10 @@ class Plan:
         return _written(self)
 
     def under(self, schedule: str) -> Plan:
-        """The plan under a schedule, by which its stages hold as many micro-batches as that says."""
-        return replace(self, schedule=schedule, pipelines=tuple([pipeline.holding(None) for pipeline in self.pipelines]))
+        """The plan under a schedule, by which its stages hold what that says; without slices where it takes none."""
+        slices = self.sequence_slices if schedule in SLICED_SCHEDULES else 1
+        pipelines = tuple([pipeline.holding(None) for pipeline in self.pipelines])
+        return replace(self, schedule=schedule, sequence_slices=slices, pipelines=pipelines)
 
     def replicas(self) -> Iterator[tuple[int, int, int, Replica]]:
         """Every replica with the indices of its pipeline, its stage there, and itself there."""

@@ -612,7 +612,7 @@ def test_instructions_take_the_seconds_that_are_known_of_them(every_device_takes
     every_device_takes(1.0, 1.0)
     cluster, given_plan = ethernet_cluster([1, 1], 1e12), plan([one_layer_pipeline(2)], 3, schedule="gpipe")
     free = simulate(given_plan, cluster)
-    known = simulate(given_plan, cluster, known_s={("p0s1", Forward, (1, 2)): 5.0})
+    known = simulate(given_plan, cluster, known_s={("p0s1", Forward, (1, 2), 0): 5.0})
     assert [
         span.end_s - span.start_s for span in known.spans if span.lane == "p0s1" and isinstance(span.instruction, Forward)
     ] == [pytest.approx(5.0)] * 3
