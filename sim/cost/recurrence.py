@@ -677,9 +677,7 @@ def _course(
         if step >= steady and (step - steady) % period == 0 and step + period < micro_batches:
             if step > steady:
                 later_s = now[0] - before[0]
-                if _repeats(
-                    later_s, now, before, lanes, begin, end, step, period, warm_up, edge_first, edge_to, flow_at, sent_s
-                ):
+                if _repeats(later_s, now, before, lanes, begin, end, step, period, warm_up, edge_first, edge_to, flow_at, sent_s):
                     skipped = (micro_batches - step) // period * period
                     for here in range(count):
                         now[here] += skipped // period * later_s

@@ -87,6 +87,13 @@ GOLDEN = {
     ),
     "1f1b-2-stages": plan(model(4), pipeline(stage(0, 2, "a/0"), stage(2, 4, "a/1"), micro_batches=3)),
     "1f1b-3-stages": plan(model(6), pipeline(stage(0, 2, "a/0"), stage(2, 3, "a/1"), stage(3, 6, "a/2"), micro_batches=4)),
+    "slices-2-stages": plan(
+        model(4, 1536),
+        *(pipeline(stage(0, 2, f"{p}/0"), stage(2, 4, f"{p}/1"), micro_batches=2) for p in "ab"),
+        zero_stage=1,
+        sequence_slices=2,
+        overlap_gradients=True,
+    ),
     "different-cuts-and-degrees": plan(model(6), *ONE_OF_EACH_CUT, zero_stage=1),
     "uneven-replicas": plan(
         model(4),
