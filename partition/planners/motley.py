@@ -5,8 +5,8 @@ the layers under memory limits, what each stage recomputes (`partition.assembly`
 by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
-       rows' order and degrees, of micro-batch, schedule (1F1B, plain, split or eager, zero bubble) and where the optimizer's
-       states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of
+       rows' order and degrees, of micro-batch, slices of sequences, schedule (1F1B, plain, split or eager, zero bubble) and where
+       the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of
        pipelines and from random deals, then all the way from the best of these and from the best of many random deals of as many
        pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the best. Where
        they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or whose stages
