@@ -18,7 +18,7 @@ import pytest
 
 import partition
 from partition.deals import Deal
-from partition.drafts import Settings, make_plan, stage, usable_nodes
+from partition.drafts import Settings, make_plan, settings_of, stage, usable_nodes
 from partition.objective import Ledger
 from partition.planners.megatron import grids
 from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
@@ -84,7 +84,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
 
     def slow(plan: Plan) -> Verdict:
         nonlocal now_s
-        now_s += hunt._work(plan.pipelines) * slowness_s
+        now_s += hunt._work(plan.pipelines, settings_of(plan)) * slowness_s
         return forecast(plan)
 
     if not expects:
