@@ -19,8 +19,8 @@ F of them forward, then in T seconds
 
     N G <= E = min(T, T - D + X F, T - D' + X (G - F), T - D - D' + X G)
 
-for of slices that keep as much none takes longer than those after it, which attend to more: of what a lane keeps at D and before
-D' no more are later slices than earlier ones.
+for a lane comes to keep the earlier slices of a micro-batch first, and is rid of them last: they keep as much as later ones,
+which attend to more, and take no longer.
 
 Where gradients are exchanged for W seconds at least after all forwards, D' counts as W if that is longer.
 
@@ -28,8 +28,8 @@ G is that of the lane: of its tensor and context ranks, of its share of a micro-
 and of the fraction of its layers that it recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s
 sequences are n / s GPU-seconds for each. What the stack or the attention does not hide of the collectives of tensor and context
 ranks is in it, at what a GPU's own port takes for the bytes that it sends. Of a sum that is the tensor at least (a ring of n
-sends it 2 (n - 1) / n times, the NVLink switch (n + 1) / n times, two trees along an edge of each); of a ring of context ranks, n
-- 1 of the n parts of keys and values. A lane of several kinds takes, and holds, no better than a lane of each of them would.
+sends it 2 (n - 1) / n times, the NVLink switch (n + 1) / n times, two trees along an edge of each); of a ring of context ranks,
+n - 1 of the n parts of keys and values. A lane of several kinds takes, and holds, no better than a lane of each of them would.
 
 Prices. A lane of n GPUs that takes s sequences of each of m micro-batches is taken apart, n / s GPUs for each place. For every
 layer and sequence of a place it spends G GPU-seconds, and its GPUs have E each. So at any price p of a GPU, the GPUs of one place
