@@ -213,21 +213,22 @@ class MemoryRules:
     def layer_bytes(self, tensor_parallel: int, sequences: int) -> dict[str, tuple[int, int]]:
         """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back.
 
-        Where micro-batches come in slices, of a slice: its keys and values are kept under every mode, for others attend to them.
+        Where micro-batches come in slices, of a slice: an equal part of what the whole sequences keep, so that each row of scores
+        is of all their keys. Its keys and values are kept under every mode, for others attend to them.
         """
         found = self._layer_bytes.get((tensor_parallel, sequences))
         if found is None:
-            software = self.stack
-            kept_as = (self.transformer, sequences, self.slice_length, tensor_parallel, self.sequence_parallel)
+            software, slices = self.stack, self.sequence_slices
+            kept_as = (self.transformer, sequences, self.slice_length * slices, tensor_parallel, self.sequence_parallel)
 
             def scaled(count: Callable[..., float], mode: str) -> int:
                 whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention)
-                return round(software.activation_scale * whole_bytes / self.context_parallel)
+                return round(software.activation_scale * whole_bytes / (self.context_parallel * slices))
 
             found = self._layer_bytes[tensor_parallel, sequences] = {
                 mode: (scaled(layer_activation_bytes, mode), scaled(layer_recompute_peak_bytes, mode)) for mode in RECOMPUTE
             }
-            if self.sequence_slices > 1:
+            if slices > 1:
                 kept, again = found["full"]
                 found["full"] = kept + self.key_value_bytes(tensor_parallel, sequences), again
         return found

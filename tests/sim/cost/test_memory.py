@@ -319,6 +319,18 @@ def test_without_flash_attention_the_scores_of_every_layer_are_kept_unless_recom
         assert plain.working > flash.working
 
 
+def test_all_slices_of_a_micro_batch_together_keep_what_its_whole_sequences_keep() -> None:
+    software = Stack("test", flash_attention=False)
+    for mode in RECOMPUTE:
+        whole, sliced = (
+            memory_parts(uniform(TINY, micro_batches=1, sequence_length=32, recompute=mode, **fields), 0, 0, software=software)
+            for fields in ({}, {"sequence_slices": 4})
+        )
+        # Under full recomputation keys and values besides: 8 layers, 32 tokens, of 4 heads of 16 both, 2 bytes.
+        besides = 8 * 32 * 2 * (4 * 16) * 2 if mode == "full" else 0
+        assert sliced.activations == whole.activations + besides
+
+
 def test_every_device_of_the_plan_has_the_peak_of_its_lane() -> None:
     plan = uniform(TINY, tensor=2, depth=2, copies=2)
     peaks = peak_bytes(plan, cluster(8))
