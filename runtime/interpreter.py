@@ -174,7 +174,7 @@ class Interpreter:
             with self._parameters(instruction, part):
                 for atom in self._atoms(part):
                     module = self._parts[atom]
-                    x = module(x, labels_SB if module.has_head else None, lane.slice_of(m))
+                    x = module(x, labels_SB, lane.slice_of(m))
             self._graphs[m, part] = (entered, x)
         if ends:
             if self._world.index == 0:

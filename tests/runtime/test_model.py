@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -227,6 +229,23 @@ def test_slices_of_several_micro_batches_are_under_way_at_once(transformer: Tran
     for loss in reversed(losses[4:]):
         loss.backward()
     close_gradients(gradients_of(sections), weights)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_keys_and_values_are_freed_with_the_last_graph_that_needs_them(recompute: str, batch_BS: Batch) -> None:
+    part, _ = whole_model(LLAMA, rough_weights(LLAMA, seed=0), recompute, sequence_slices=4)
+    tokens, labels = (part_BS.T.chunk(4) for part_BS in batch_BS)
+    losses = [part(tokens[0], labels[0], 0)]
+    held = [weakref.ref(attended) for attended in part._attended]
+    losses += [part(tokens[place], labels[place], place) for place in range(1, 4)]
+    gc.disable()
+    try:
+        while losses:
+            assert all(attended() is not None for attended in held)
+            losses.pop().backward()
+        assert all(attended() is None for attended in held)
+    finally:
+        gc.enable()
 
 
 def test_a_slice_of_learned_positions_ends_within_their_table(batch_BS: Batch) -> None:
