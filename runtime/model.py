@@ -48,9 +48,15 @@ def rotary_tables(transformer: Transformer, length: int, device: torch.device, d
     return angles.cos().to(dtype)[:, None, None], angles.sin().to(dtype)[:, None, None]
 
 
+KEYS_AT_ONCE = 16
+"""Keys before the window are left out in multiples of this: of a mask whose rows are no multiple of it, or in some versions of its
+half, torch makes a padded copy for the memory-efficient kernel, in every layer (aten/src/ATen/native/transformers/attention.cpp).
+"""
+
+
 def earliest_key(start: int, window: int | None) -> int:
-    """The first position that a token at `start`, and so any after it, attends to through a causal window."""
-    return 0 if window is None else max(0, start + 1 - window)
+    """The first position whose key is given to tokens from `start` on, which see none before it through a causal window."""
+    return 0 if window is None else max(0, start + 1 - window) // KEYS_AT_ONCE * KEYS_AT_ONCE
 
 
 def attention_mask(

@@ -231,6 +231,20 @@ def test_slices_of_several_micro_batches_are_under_way_at_once(transformer: Tran
     close_gradients(gradients_of(sections), weights)
 
 
+def test_a_slice_is_given_no_keys_that_lie_before_its_window() -> None:
+    transformer = replace(LLAMA, sliding_window=5)
+    tokens_BS = torch.randint(0, 29, (1, 49), generator=torch.Generator().manual_seed(1))
+    batch_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    part, sections = whole_model(transformer, weights, sequence_slices=3)
+    for loss in reversed(slice_losses(part, batch_BS, 3)):
+        loss.backward()
+    close_gradients(gradients_of(sections), weights)
+    _, mask_SK = part._positions(torch.empty(16, 1, 16, dtype=torch.float64), 2)
+    assert mask_SK is not None and mask_SK.shape == (16, 32)
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_keys_and_values_are_freed_with_the_last_graph_that_needs_them(recompute: str, batch_BS: Batch) -> None:
     part, _ = whole_model(LLAMA, rough_weights(LLAMA, seed=0), recompute, sequence_slices=4)
