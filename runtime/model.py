@@ -49,8 +49,8 @@ def rotary_tables(transformer: Transformer, length: int, device: torch.device, d
 
 
 KEYS_AT_ONCE = 16
-"""Keys before the window are left out in multiples of this: of a mask whose rows are no multiple of it, or in some versions of its
-half, torch makes a padded copy for the memory-efficient kernel, in every layer (aten/src/ATen/native/transformers/attention.cpp).
+"""Keys before the window are left out in multiples of this: of a mask whose rows are no multiple of it (in some versions, of its
+half) torch makes a padded copy for the memory-efficient kernel in every layer (aten/src/ATen/native/transformers/attention.cpp).
 """
 
 
@@ -70,7 +70,7 @@ def attention_mask(
     if window is None or keys <= window:
         if earlier == 0:
             return None
-        if device.type == "cuda":  # its kernels know it without the numbers, which take more memory than all else at long lengths
+        if device.type == "cuda":  # its kernels need no numbers for it, which would take more than all else of long sequences
             return causal_lower_right(length, keys)
         window = keys
     seen_SK = torch.ones(length, keys, dtype=torch.bool, device=device).tril_(earlier).triu_(earlier + 1 - window)
