@@ -57,7 +57,7 @@ def recompute_modes(stage: Stage, layers: LayerRange) -> list[str]:
 
 def model_parts(lane: Lane) -> list[LayerRange]:
     """The ranges of a lane's layers that its model is built in: the finest in which any of its backwards comes."""
-    found = {part for chunk in lane.layers for m in range(lane.micro_batches) for part in lane.parts(chunk, m, backward=True)}
+    found = {part for chunk in lane.layers for m in (0, lane.last_backward) for part in lane.parts(chunk, m, backward=True)}
     return sorted(
         part for part in found if not any(other != part and part[0] <= other[0] <= other[1] <= part[1] for other in found)
     )
@@ -100,6 +100,7 @@ class Trainer:
                 recompute=recompute_modes(stage, layers),
                 compile_layers=settings.compile,
                 deferred=deferred,
+                sequence_slices=plan.sequence_slices,
             )
             for layers in model_parts(lane)
         }
