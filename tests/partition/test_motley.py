@@ -88,7 +88,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
         return forecast(plan)
 
     if not expects:
-        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft: 0.0)
+        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft, settings: 0.0)
     search = Search(world, job(SMALL), slow)
     search.narrow(world, 10.0 / WALKED)  # begins by that clock
     hunt = _Hunt(search, usable_nodes(search))
