@@ -6,11 +6,11 @@ by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
        rows' order and degrees, of micro-batch, slices of sequences, schedule (1F1B, plain, split or eager, zero bubble) and where
-       the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for
-       each number of pipelines and from random deals, then all the way from the best of these and from the best of many random
-       deals of as many pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of
-       the best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or whose
-       stages hold several ranges of layers (`partition.chunks`), and may be better.
+       the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each
+       number of pipelines and from random deals, then all the way from the best of these and from the best of many random deals
+       of as many pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the
+       best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or
+       whose stages hold several ranges of layers (`partition.chunks`), and may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
