@@ -152,10 +152,10 @@ class Deals:
                 for degree in self._degrees(nodes):
                     yield Deal((Row(nodes[:count], degree), *left, *others), pipelines, DEALINGS[0], 1, settings)
 
-    def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False) -> Deal:
+    def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False, slices: bool = True) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
 
-        Where memory is short some have the optimizer's states in the hosts' memory.
+        Where memory is short some have the optimizer's states in the hosts' memory. With `slices` some cut sequences.
         """
         cut = int(rng.integers(len(self._rows)))
         nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
@@ -172,7 +172,7 @@ class Deals:
         schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
         schedule, ahead = schedules[int(rng.integers(len(schedules)))]
         settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
-        if schedule in SLICED_SCHEDULES and rng.random() < SLICED:
+        if slices and schedule in SLICED_SCHEDULES and rng.random() < SLICED:
             settings = replace(settings, sequence_slices=self.slices[int(rng.integers(len(self.slices)))])
         dealing = str(rng.choice(DEALINGS, p=DEALT))
         return Deal(tuple(rows), pipelines, dealing, MICRO_BATCHES[int(rng.integers(2))], settings)
@@ -212,8 +212,10 @@ class Deals:
 
     # --- Changes ---
 
-    def near(self, deal: Deal) -> Iterator[Deal]:
+    def near(self, deal: Deal, reslices: bool = True) -> Iterator[Deal]:
         """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines.
+
+        With `reslices` among these is in how many slices sequences come.
 
         Where a row that is left out would stand makes no difference; it may take the place of another one. What was cut of one
         row and stands together can go elsewhere together, and be one row again.
@@ -250,7 +252,8 @@ class Deals:
         for schedule, ahead in self.schedules:
             if (schedule, ahead) != (settings.schedule, settings.ahead):
                 yield replace(deal, settings=settings.under(schedule, ahead))
-        yield from (replace(deal, settings=changed) for changed in self.resliced(settings))
+        if reslices:
+            yield from (replace(deal, settings=changed) for changed in self.resliced(settings))
 
     def resliced(self, settings: Settings) -> Iterator[Settings]:
         """The settings with sequences in any other number of slices; none where the schedule takes no slices."""
@@ -306,11 +309,12 @@ class Deals:
         splits: bool = False,
         cuts: bool = True,
         hope_s: float = math.inf,
+        reslices: bool = True,
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, with `splits` schedules that divide backwards, and with `cuts` some of the many that
-        cut a row, unless it has come to no less than `hope_s` without.
+        All changes of one choice are tried (see `near`), with `splits` schedules that divide backwards, and with `cuts` some of
+        the many that cut a row, unless it has come to no less than `hope_s` without.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal, math.inf), judged_s(deal) if judged_s is not None else math.inf
@@ -330,7 +334,7 @@ class Deals:
         def changed() -> tuple[float, float, Deal] | None:
             """What one change leads to, of the sorts of changes in their order."""
             return (
-                better(list(self.near(deal)))
+                better(list(self.near(deal, reslices)))
                 or (better(list(self.split(deal))) if splits else None)
                 or (better(list(self.cut(deal)), MOST_CUT) if cuts and seconds < hope_s else None)
             )

@@ -149,7 +149,7 @@ def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() 
     hunt.load(60.0)
     hunt.begin_deals()
     for start in hunt.firsts:
-        begins = hunt._begins(start, np.random.default_rng(1), search.elapsed_s + 4.0)
+        begins = hunt._begins(_Descent(start, [1], until_s=search.elapsed_s + 4.0), start, np.random.default_rng(1))
         assert start in begins and len(set(begins)) == len(begins) <= 2
         assert {deal.pipelines for deal in begins} == {start.pipelines}
         assert sorted(begins, key=hunt.deal_s) == begins
