@@ -268,7 +268,7 @@ def communication(found: Plan, cluster: Cluster) -> dict[str, float]:
     inside_s = dict.fromkeys(trace.lanes, 0.0)  # collectives of tensor ranks, which stand inside computation
     for span in trace.spans:
         if isinstance(span.instruction, PACED):
-            own_s = max(paces[device][pace_key(span.instruction)] for device in trace.lanes[span.lane])
+            own_s = max(paces[device][pace_key(span.instruction, found.sequence_slices)] for device in trace.lanes[span.lane])
             inside_s[span.lane] += span.end_s - span.start_s - own_s
     return {
         use.device: (use.communication_s + inside_s[use.lane]) / trace.iteration_s for use in told.devices if use.lane is not None

@@ -13,7 +13,7 @@ from experiments.pages import Html, markup, natural, share
 from sim.spec.cluster import Cluster
 from sim.spec.compile import lane_name
 from sim.spec.plan import Plan, Stage
-from sim.spec.trace import ACTIVITIES, Trace, short_devices
+from sim.spec.trace import ACTIVITIES, Trace, micro_batch_text, short_devices
 
 # --- A plan ----------------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def _lanes(trace: Trace, end_s: float) -> list[_Lane]:
         bars[lane].setdefault(activity, []).append((start, max(stop, start + 1)))
         batch = getattr(instruction, "micro_batch", None)
         if _STYLES[activity][0] in ("tf", "tb", "ti", "tw") and batch is not None:
-            text = str(batch)
+            text = micro_batch_text(batch, trace.plan.sequence_slices)
             if stop - start >= UNITS * _LEAST_NUMBER * (1 + len(text)) / 2:
                 numbers[lane].append((share((start + stop) / 2 / UNITS), text, activity != "forward"))
     if sum(map(len, numbers.values())) > MOST_NUMBERS:

@@ -22,7 +22,7 @@ from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
 from sim.spec.compile import lane_name
 from sim.spec.judge import Infeasible
-from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, MOST_SLICES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.schedules import SCHEDULES
 from sim.spec.trace import Trace
@@ -117,6 +117,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *_less_recompute(plan, cluster),
         *_other_schedules(plan, cluster),
         *_more_in_flight(plan, cluster),
+        *_other_slices(plan, cluster),
         *_other_micro_batches(plan, cluster),
     ]
     effects = []
@@ -344,6 +345,18 @@ def _more_in_flight(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     changed = replace(plan, pipelines=tuple(pipelines))
     if changed != plan:
         yield Change(SCHEDULE, "one micro-batch more in flight for each message between nodes", changed, cluster)
+
+
+def _other_slices(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """The plan with sequences whole, and in half and twice as many slices; none where it takes no slices."""
+    now, sliced = plan.sequence_slices, plan.schedule in SLICED_SCHEDULES and plan.zero_stage < 2
+    if not sliced or max(plan.context_parallel, plan.expert_parallel, 2 // max(len(p.stages) for p in plan.pipelines)) > 1:
+        return
+    for slices in sorted({1, now // 2, 2 * now} - {0, now}):
+        if slices <= MOST_SLICES and plan.sequence_length % slices == 0:
+            name = f"sequences in {slices} slices" if slices > 1 else "whole sequences"
+            was = f" (are in {now})" if now > 1 else ""
+            yield Change(SCHEDULE, name + was, replace(plan, sequence_slices=slices), cluster)
 
 
 def _other_micro_batches(plan: Plan, cluster: Cluster) -> Iterator[Change]:

@@ -80,6 +80,7 @@ class _Grid:
 def _grid(plan: Plan, system: str, notes: _Notes) -> _Grid | None:
     """The plan as a grid, or None, with every reason among the refusals."""
     refused = len(notes.refused)
+    _refuse_slices(plan, notes, system)
     pipelines = [_without_replicas(pipeline) for pipeline in plan.pipelines]
     uneven = [p for p, parts in enumerate(pipelines) if parts is None]
     if uneven:
@@ -114,6 +115,12 @@ def _grid(plan: Plan, system: str, notes: _Notes) -> _Grid | None:
         micro_batches=first.micro_batches,
         devices=tuple(tuple(tuple(column.stages[s].devices) for column in columns) for s in order),
     )
+
+
+def _refuse_slices(plan: Plan, notes: _Notes, system: str) -> None:
+    """Notes that a program takes no slices of sequences."""
+    if plan.sequence_slices > 1:
+        notes.refused.append(f"sequences in {plan.sequence_slices} slices: {system} takes them whole (sequence_slices 1)")
 
 
 def _without_replicas(pipeline: Pipeline) -> list[Pipeline] | None:
@@ -713,6 +720,7 @@ def to_hexiscale(plan: Plan) -> Export:
         if len(stage.replicas) > 1:
             notes.refused.append(f"stage {s} of pipeline {p} has replicas: HexiScale's stages are one tensor-parallel group each")
             break
+    _refuse_slices(plan, notes, "HexiScale")
     if any(len(stage.layers) > 1 for _, _, stage in stages):
         notes.refused.append(f"several layer ranges of a stage (schedule {plan.schedule}): HexiScale has one")
     elif any(stage.layer_count == 0 for _, _, stage in stages):

@@ -28,7 +28,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, Percen
 from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan, Stage
 from sim.spec.reading import InputError, write_file
-from sim.spec.trace import ACTIVITIES, BACKGROUND, Span, Trace, lane_pipelines, short_devices
+from sim.spec.trace import ACTIVITIES, BACKGROUND, Span, Trace, lane_pipelines, micro_batch_text, short_devices
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -355,7 +355,7 @@ def _draw_spans(ax: Axes, trace: Trace, end_s: float) -> None:
             bars = np.array([(s.start_s * scale, s.end_s * scale, row[s.lane]) for s in spans], dtype=float)
             _draw_bars(ax, activity, style, bars, dots_per_unit, z)
     labels = [(a, span) for a in _STYLES if a in _LABELLED for span in by_activity[a]]
-    _draw_numbers(ax, labels, row, scale, dots_per_unit)
+    _draw_numbers(ax, labels, row, scale, dots_per_unit, trace.plan.sequence_slices)
 
 
 def _by_activity(trace: Trace) -> dict[str, list[Span]]:
@@ -449,8 +449,10 @@ def _draw_bars(ax: Axes, activity: str, style: _Style, bars: np.ndarray[Any, Any
     ax.add_collection(collection, autolim=False)
 
 
-def _draw_numbers(ax: Axes, spans: Sequence[tuple[str, Span]], row: dict[str, int], scale: float, dots_per_unit: float) -> None:
-    """Writes the micro-batch's number into each bar that is wide enough for it."""
+def _draw_numbers(
+    ax: Axes, spans: Sequence[tuple[str, Span]], row: dict[str, int], scale: float, dots_per_unit: float, slices: int
+) -> None:
+    """Writes the micro-batch's number, and that of its slice, into each bar that is wide enough for it."""
     size = 7.0
     figure = ax.get_figure(root=True)
     assert figure is not None
@@ -461,7 +463,7 @@ def _draw_numbers(ax: Axes, spans: Sequence[tuple[str, Span]], row: dict[str, in
     middle = sum(_COMPUTE_BAR) / 2 + 0.02
     fitting = []
     for activity, span in spans:
-        number = str(span.instruction.micro_batch)  # type: ignore[union-attr]
+        number = micro_batch_text(span.instruction.micro_batch, slices)  # type: ignore[union-attr,arg-type]
         if (span.end_s - span.start_s) * scale * dots_per_unit >= (len(number) + 0.8) * digit_dots:
             fitting.append((activity, span, number))
     if len(fitting) > _MOST_LABELS:

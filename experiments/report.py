@@ -151,6 +151,7 @@ _INPUTS: Mapping[str, _Column] = {
     "zero_stage": _Column("ZeRO"),
     "sequence_parallel": _Column("sequence parallel"),
     "context_parallel": _Column("context parallel"),
+    "sequence_slices": _Column("slices of a sequence"),
     "expert_parallel": _Column("expert parallel"),
     "offload_optimizer": _Column("optimizer in hosts"),
     "planner": _Column("planner"),

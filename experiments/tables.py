@@ -25,6 +25,7 @@ from sim.spec.cluster import Cluster
 from sim.spec.compile import lane_name
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.schedules import held_by
 from sim.spec.trace import short_devices
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def plan_title(plan: Plan) -> str:
         plan.schedule,
         f"ZeRO {plan.zero_stage}",
     ]
+    if plan.sequence_slices > 1:
+        facts.append(f"sequences in {plan.sequence_slices} slices")
     if plan.sequence_parallel:
         facts.append("sequence parallel")
     for name, degree in (("context", plan.context_parallel), ("expert", plan.expert_parallel)):
@@ -151,8 +154,8 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
 def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None, headroom: bool = False) -> Group:
     """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
 
-    Where stages say how many micro-batches they hold, these are shown, too. With `headroom` (and peaks), also the share of that
-    device's memory that is left.
+    Where stages say how many micro-batches they hold, these are shown, too, or slices of them. With `headroom` (and peaks), also
+    the share of that device's memory that is left.
     Pipelines of several stages are parted by blank lines; the micro-batches stand in each one's first row. Of a plan with
     more than MOST_LANES lanes, pipelines that differ only in their devices' names are shown once. Raises InputError for
     devices the cluster has not.
@@ -165,7 +168,8 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
     for heading in ("layers", "recom-\npute"):
         table.add_column(heading, no_wrap=True)
     if _says_in_flight(plan):
-        table.add_column("in\nflight", justify="right", no_wrap=True)
+        heading = "in\nflight" if plan.sequence_slices == 1 else "slices\nin flight"
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("peak GiB\nof memory", justify="right", no_wrap=True)
     if headroom:
         table.add_column("left\n%", justify="right", no_wrap=True)
@@ -194,7 +198,7 @@ def _add_pipeline(
     """Adds the rows of pipelines that are alike, with the devices of the first."""
     first = members[0]
     pipeline = plan.pipelines[first]
-    in_flight = dict(zip(pipeline.visiting_order, pipeline.in_flight, strict=True))
+    place = {s: position for position, s in enumerate(pipeline.visiting_order)}
     batches = f"{pipeline.micro_batches} x {pipeline.micro_batch}"
     if len(members) > 1:
         batches += f"\n{len(members)} alike"
@@ -209,7 +213,7 @@ def _add_pipeline(
                 _kinds(replica.devices, cluster) + share,
                 _layers(stage),
                 _recompute(stage),
-                *([str(min(in_flight[s], pipeline.micro_batches))] if _says_in_flight(plan) else ()),
+                *([_held(plan, pipeline, place[s])] if _says_in_flight(plan) else ()),
                 *_memory([name for devices in others for name in devices], cluster, peak_bytes, headroom),
             )
             batches = ""
@@ -220,6 +224,11 @@ def _add_pipeline(
 def _says_in_flight(plan: Plan) -> bool:
     """Whether stages say how many micro-batches they hold."""
     return any(stage.in_flight is not None for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def _held(plan: Plan, pipeline: Pipeline, position: int) -> str:
+    """How many micro-batches, or slices of them, the stage at a position holds at most."""
+    return f"{held_by(plan.schedule, pipeline, position, slices=plan.sequence_slices):.0f}"
 
 
 def _kinds(devices: Sequence[str], cluster: Cluster) -> str:

@@ -166,15 +166,17 @@ class Assembly:
         depth, layers = len(groups), self._job.model.layers
         if depth > layers:
             return None
-        number = self._number(pipelines, micro_batch)
+        slices = settings.sequence_slices
+        number = self._number(pipelines, micro_batch) * slices
         tables, own = [], settings.in_flight(groups)
         for s, devices in enumerate(groups):
-            flying = in_flight(settings.schedule, depth, s, number) if own is None else min(own[s], number)
+            flying = in_flight(settings.schedule, depth, s, number) if own is None else own[s]
+            flying = min(flying + slices - 1, number)
             tables.append(self._table(devices, pipelines, micro_batch, settings, flying, s == 0, s == depth - 1))
         ahead = () if own is None else ahead_of(own)
         message, pieces = self._pricing.message_alike, [self._pricing.stage(names, micro_batch, settings) for names in groups]
         messages = tuple([(message(a, b, settings), message(b, a, settings)) for a, b in pairwise(groups)])
-        size = self._pricing.activation_bytes(micro_batch)
+        size = self._pricing.activation_bytes(micro_batch, slices)
         waits = [0.0] * depth
         for s, ways in enumerate(messages):
             for way in ways:
@@ -208,7 +210,8 @@ class Assembly:
             seconds = fill_s + number * period_s
             if best is None or seconds < best[0]:
                 least_fill_s = min(fill_s, course.least_fill_s())
-                best = seconds, _Cut(tuple(counts), amounts, Pace(micro_batch, fill_s, period_s), least_fill_s)
+                pace = Pace(micro_batch, fill_s, period_s * slices)
+                best = seconds, _Cut(tuple(counts), amounts, pace, least_fill_s)
         assert best is not None
         return best[1]
 

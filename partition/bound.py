@@ -1,31 +1,36 @@
 """A proven lower bound on the seconds of one iteration, over every plan that a cluster and a job allow, and the gap of a plan.
 
 The bound holds for the simulated time, without jitter, of each plan that fits in memory: any part of the GPUs, any pipelines,
-stages, cuts, replicas, degrees, micro-batches, schedule, ZeRO stage and recomputation, optimizer in the host's memory or not. It
-asks of everything what no plan can do without; the fastest plan may be slower.
+stages, cuts, replicas, degrees, micro-batches, slices of sequences, schedule, ZeRO stage and recomputation, optimizer in the
+host's memory or not. It asks of everything what no plan can do without; the fastest plan may be slower.
 
 Compute. A lane of n GPUs that computes for s seconds spends n s GPU-seconds, and its slowest GPU decides s. Shared out equally
 over them, a sequence's forward and backward through one layer so cost a GPU of kind k at least w_k: what a single GPU takes for
 it, if it takes the whole batch at once. What does not grow with the sequences (half a matmul's work, its weights, launches, the
 filling of attention's rows) is spread the thinnest there, and no degree of parallelism saves any of it: degrees divide FLOP and
-bytes, rounding up. Of a mixture of experts the degree of expert parallelism is chosen too, and as many sequences as divide
-evenly. A GPU thus does at most (T - t) / w_k of the B L layers of an iteration, where t is what every optimizer step takes
-besides; embedding, head and the optimizer's bytes count as the layers that they are worth on the kind where these are fewest:
+bytes, rounding up. Nor does a cut of sequences in slices save any, but for scores that without flash attention are computed
+although the causal mask hides them; w_k is of as many slices as take the fewest seconds. Of a mixture of experts the degree of
+expert parallelism is chosen too, and as many sequences as divide evenly. A GPU thus does at most (T - t) / w_k of the B L layers
+of an iteration, where t is what every optimizer step takes besides; embedding, head and the optimizer's bytes count as the layers
+that they are worth on the kind where these are fewest:
 
     sum over GPUs of (T - t) / w_k  >=  B (L + min (embedding + head) / w_k) + min optimizer / w_k
 
 Recompute. Something holds the parameters and gradients of each layer, of the embedding and of the head (states may be in the
 host's memory, and ZeRO only divides), and, for each part of the batch that passes a layer without recomputation, all that one
-sequence's backward needs: a lane holds at least one sequence of a micro-batch from forward to backward, and degrees divide that
-evenly at best. Copies of a layer that share the batch hold together no less than their mean, weighted by their shares. What
-exceeds the memory of all GPUs (less contexts and fragmentation) is recomputed, in the modes that take the fewest seconds for it.
+sequence's backward needs: a lane holds at least one sequence of a micro-batch from forward to backward, all slices of it when the
+backward of the last one begins (each an equal part, with its keys and values besides if it is recomputed in full), and degrees
+divide that evenly at best. Copies of a layer that share the batch hold together no less than their mean, weighted by their
+shares. What exceeds the memory of all GPUs (less contexts and fragmentation) is recomputed, in the modes that take the fewest
+seconds for it.
 
 Network. Cut the cluster into islands: nodes; racks whose uplink is oversubscribed; sites. When a sequence enters or leaves an
 island, its activation crosses the island's links in one direction and the gradient in the other; let alpha be the seconds of
-these bytes. A tensor-parallel group that spans islands puts at least 2 alpha on each of them, in both directions, for every
-layer of a sequence, and alpha for each end (less where embeddings are narrower: alpha is made so small that this holds); context
-ranks count as sequences of fewer tokens. A sequence that visits an island crosses twice, less once if it begins there, less once
-if it ends there; over all islands, B begin and B end. In T seconds an island is one of
+these bytes. A tensor-parallel group that spans islands puts at least 2 alpha on each of them, in both directions, for every layer
+of a sequence, and alpha for each end (less where embeddings are narrower: alpha is made so small that this holds); context ranks
+count as sequences of fewer tokens, and slices together send what their sequence would. A sequence that visits an island crosses
+twice, less once if it begins there, less once if it ends there; over all islands, B begin and B end. In T seconds an island is
+one of
 
     free     2 B alpha <= T: it may compute all the time
     an end   all B sequences visit it, for a layer that is nowhere else. Of several such islands, in the order of these layers,
@@ -57,8 +62,9 @@ those of the others do no more than the Lagrangian says. Of an island that is sh
 any way of sequences through other stages.
 
 Bubble. One sequence passes all layers one after another, forward and, in the input halves, backward, each at best on the lane
-that is quickest at it, of whatever kind and degree; an optimizer step follows. And pipelines fill and drain, the faster the
-smaller their micro-batches are, but the smaller these are, the worse they compute (`partition.bubble`).
+that is quickest at it, of whatever kind and degree; an optimizer step follows. Of a sequence in slices the last one does so, and
+the first layer does all others before it on the way forward, and after it on the way back. And pipelines fill and drain, the
+faster the smaller their micro-batches are, but the smaller these are, the worse they compute (`partition.bubble`).
 
 Left out, each of which makes the bound lower than it could be: what the host takes to launch kernels, in which order layers are
 exchanged, that a layer is passed only once by each sequence (shared islands do their layers as often as their links allow), which
@@ -70,15 +76,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from partition.bubble import Filling
+from partition.bubble import Filling, slice_counts, sliced_seconds
 from partition.islands import partitions
 from partition.network import Divisions, Steady, network_s
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
-from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, layer_seconds, rates_of
+from sim.cost.pieces import PieceSeconds, embedding_seconds, head_seconds, rates_of
 from sim.metrics import lane_use
 from sim.spec.cluster import Cluster
 from sim.spec.compile import lanes_of
@@ -154,22 +160,27 @@ def _kind_seconds(cluster: Cluster, job: Job, kind: GpuKind) -> _KindSeconds:
     experts = 1 if model.experts is None else model.experts.experts
     sequences = -(-job.global_batch // experts) * experts
     layers = [
-        layer_seconds(kind, stack, model, sequences, length, 1, False, precision, 1, degree)
+        sliced_seconds(kind, stack, job, slices, sequences, 1, False, 1, degree)
+        for slices in slice_counts(length)
         for degree in range(1, experts + 1)
-        if experts % degree == 0
+        if experts % degree == 0 and (slices == 1 or degree == 1)
     ]
+
+    def least_s(part: Callable[[PieceSeconds], float]) -> float:
+        return min(sum(map(part, pieces)) for pieces in layers) / sequences
+
     ends = (
         embedding_seconds(kind, stack, model, sequences, length, 1, precision),
         head_seconds(kind, stack, model, sequences, length, 1, False, precision),
     )
     return _KindSeconds(
-        layer_s=min(piece.forward_s + piece.backward_s for piece in layers) / sequences,
+        layer_s=least_s(lambda piece: piece.forward_s + piece.backward_s),
         ends_s=sum(piece.forward_s + piece.backward_s for piece in ends) / sequences,
         again_s={
             "none": 0.0,
-            "pointwise": min(piece.pointwise_s for piece in layers) / sequences,
-            "selective": min(piece.attention_s for piece in layers) / sequences,
-            "full": min(piece.forward_s for piece in layers) / sequences,
+            "pointwise": least_s(lambda piece: piece.pointwise_s),
+            "selective": least_s(lambda piece: piece.attention_s),
+            "full": least_s(lambda piece: piece.forward_s),
         },
     )
 
@@ -191,25 +202,50 @@ def _step_s(cluster: Cluster, job: Job, kind: GpuKind, stepped_bytes: float) -> 
 
 
 def _path_s(cluster: Cluster, job: Job, kinds: Collection[GpuKind], most_gpus: int) -> float:
-    """The least seconds of a sequence's way through all layers and back, on lanes of any kinds and degrees."""
-    model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
-    experts = 1 if model.experts is None else model.experts.experts
+    """The least seconds of a sequence's way through all layers and back, on lanes of any kinds and degrees.
+
+    Where it comes in slices it is the last one's way, before and after which all others pass the first layer.
+    """
+    model, length = job.model, job.sequence_length
     tensors = [degree for degree in range(1, min(most_gpus, model.heads) + 1) if model.heads % degree == 0]
     contexts = [1, *(ranks for ranks in range(2, most_gpus + 1) if length % (2 * ranks) == 0)]
-    lanes = [(kind, t, c) for kind in kinds for t in tensors for c in contexts if t * c <= most_gpus]
-    layer_s = min(
-        _through_s(layer_seconds(kind, stack, model, 1, length, t, parallel, precision, c, e))
-        for kind, t, c in lanes
+    splits = [
+        (tensor, parallel, context)
+        for tensor in tensors
         for parallel in (False, True)
-        for e in {1, experts}
+        for context in contexts
+        if tensor * context <= most_gpus
+    ]
+    return min(
+        _sliced_path_s(cluster, job, kinds, slices, splits if slices == 1 else [split for split in splits if split[2] == 1])
+        for slices in slice_counts(length)
     )
+
+
+def _sliced_path_s(
+    cluster: Cluster, job: Job, kinds: Collection[GpuKind], slices: int, splits: Sequence[tuple[int, bool, int]]
+) -> float:
+    """The same of a sequence in so many slices, on lanes of such tensor ranks, sequence parallelism and context ranks."""
+    model, stack, length, precision = job.model, cluster.stack, job.sequence_length // slices, job.precision
+    experts = 1 if model.experts is None else model.experts.experts
+    layers = [
+        [_through_s(piece) for piece in sliced_seconds(kind, stack, job, slices, 1, *split, degree)]
+        for kind in kinds
+        for split in splits
+        for degree in {1, experts}
+    ]
+    last_s, others_s = min(passed[-1] for passed in layers), min(sum(passed[:-1]) for passed in layers)
     head_s = min(
-        _through_s(head_seconds(kind, stack, model, 1, length, t, parallel, precision, c))
-        for kind, t, c in lanes
-        for parallel in (False, True)
+        _through_s(head_seconds(kind, stack, model, 1, length, tensor, parallel, precision, context))
+        for kind in kinds
+        for tensor, parallel, context in splits
     )
-    embedding_s = min(embedding_seconds(kind, stack, model, 1, length, t, precision, c).forward_s for kind, t, c in lanes)
-    return model.layers * layer_s + embedding_s + head_s
+    embedding_s = min(
+        embedding_seconds(kind, stack, model, 1, length, tensor, precision, context).forward_s
+        for kind in kinds
+        for tensor, _, context in splits
+    )
+    return model.layers * last_s + others_s + embedding_s + head_s
 
 
 def _through_s(piece: PieceSeconds) -> float:

@@ -2,28 +2,34 @@
 
 Small micro-batches compute badly: what does not grow with the sequences (half a matmul's work, its weights, launches, the filling
 of attention's rows) comes once for each. Large ones are long on their way, and every GPU waits for the first and the last of
-them, but for what its memory lets it do meanwhile. No plan escapes both, whatever its schedule.
+them, but for what its memory lets it do meanwhile. Slices of sequences are shorter on their way, and compute badly just so. No
+plan escapes both, whatever its schedule.
 
 All seconds below are the least that the work can take; a lane that takes longer does less.
 
-Waits. A place in the micro-batches of a pipeline (its first sequence, say) visits one lane of each stage. Let D be the seconds of
-these lanes' forwards through all layers, each with all that the lane has of a micro-batch, and D' those of the input halves back.
-Before D no lane that the place visits has begun a backward: the first micro-batch has still to go forward through all of them.
-Until then it does forwards, of all of which it keeps the activations. And once the last micro-batch is through the last layer,
-all forwards have been done on these lanes; in the D' that it takes at least from then on they do backwards, of what they still
-keep. The two stretches do not overlap. So if the GPUs of a lane hold the activations of X layers of sequences each, and compute N
-layers of sequences each, at G GPU-seconds, F of them forward, then in T seconds
+Waits. A micro-batch goes through its pipeline slice by slice, and its backwards come back from the last slice to the first; one
+whose sequences are not cut is one slice. A place in the micro-batches of a pipeline (its first sequence, say) visits one lane of
+each stage, with all slices. Let D be the seconds of these lanes' forwards of a last slice through all layers, each with all that
+the lane has of the slice, and D' those of its input halves back. Before D no lane that the place visits has begun a backward: the
+first micro-batch's last slice has still to go forward through all of them. Until then it does forwards, of all of which it keeps
+the activations. And once the last micro-batch's last slice is through the last layer, all forwards have been done on these lanes;
+in the D' that it takes at least from then on they do backwards, of what they still keep. The two stretches do not overlap. So if
+the GPUs of a lane hold the activations of X layers of sequences each, and compute N layers of sequences each, at G GPU-seconds,
+F of them forward, then in T seconds
 
     N G <= E = min(T, T - D + X F, T - D' + X (G - F), T - D - D' + X G)
 
+for a lane comes to keep the earlier slices of a micro-batch first, and is rid of them last: they keep as much as later ones,
+which attend to more, and take no longer.
+
 Where gradients are exchanged for W seconds at least after all forwards, D' counts as W if that is longer.
 
-G is that of the lane: of its tensor and context ranks, of its share of a micro-batch, and of the fraction of its layers that it
-recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s sequences are n / s GPU-seconds for each.
-What the stack or the attention does not hide of the collectives of tensor and context ranks is in it, at what a GPU's own port
-takes for the bytes that it sends. Of a sum that is the tensor at least (a ring of n sends it 2 (n - 1) / n times, the NVLink
-switch (n + 1) / n times, two trees along an edge of each); of a ring of context ranks, n - 1 of the n parts of keys and values.
-A lane of several kinds takes, and holds, no better than a lane of each of them would.
+G is that of the lane: of its tensor and context ranks, of its share of a micro-batch, of all slices of its sequences together,
+and of the fraction of its layers that it recomputes, which lengthens the backward, but lets it hold more. n lane-seconds for s
+sequences are n / s GPU-seconds for each. What the stack or the attention does not hide of the collectives of tensor and context
+ranks is in it, at what a GPU's own port takes for the bytes that it sends. Of a sum that is the tensor at least (a ring of n
+sends it 2 (n - 1) / n times, the NVLink switch (n + 1) / n times, two trees along an edge of each); of a ring of context ranks,
+n - 1 of the n parts of keys and values. A lane of several kinds takes, and holds, no better than a lane of each of them would.
 
 Prices. A lane of n GPUs that takes s sequences of each of m micro-batches is taken apart, n / s GPUs for each place. For every
 layer and sequence of a place it spends G GPU-seconds, and its GPUs have E each. So at any price p of a GPU, the GPUs of one place
@@ -43,7 +49,9 @@ D and D' are counted as the least parts of D + D' that they can be. The least su
 too: every price gives a lower one, the highest counts. Where there is a range (of sequences, of fractions recomputed, of D + D'),
 each figure is taken from that end of it where it is best.
 
-Left out: embedding and optimizer, messages on the way, latencies, and what memory holds besides activations of layers and head.
+Left out: embedding and optimizer, messages on the way, latencies, the slices before the last one in D and after it in D', that
+all lanes on a way cut sequences alike, and what memory holds besides activations of layers and head: of keys and values, too,
+which slices keep though they are recomputed.
 """
 
 from __future__ import annotations
@@ -57,7 +65,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sim.cost.pieces import head_seconds, layer_seconds
+from sim.cost.pieces import PieceSeconds, head_seconds, layer_seconds
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -69,6 +77,8 @@ from sim.spec.counts import (
 )
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
+from sim.spec.plan import MOST_SLICES
+from sim.spec.stack import Stack
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -122,7 +132,7 @@ class _Lanes:
     gpu_s: Array
     """GPU-seconds of a layer for a sequence, forward and backward, at least."""
     way_s: Array
-    """Seconds of a layer on the way forward and back, at least."""
+    """Seconds of a layer on the way of a last slice forward and back, at least."""
     kept_forward_s: Array
     """GPU-seconds of the forwards of what a GPU's memory has room for, at most."""
     kept_backward_s: Array
@@ -301,12 +311,15 @@ class _Lane:
 
     each: float
     """GPU-seconds of a sequence in a second of the lane."""
+    slices: int
+    """In so many its sequences come; all seconds but those of the last slice's way are of all of them together."""
     forward_s: float
     backward_s: float
     again_s: float
     """Of the recomputation of a layer in full, and of the pointwise one."""
     pointwise_s: float
-    way_s: float
+    way_forward_s: float
+    way_back_s: float
     head_forward_s: float
     head_backward_s: float
 
@@ -315,14 +328,20 @@ class _Lane:
         """GPU-seconds of a layer for a sequence, nothing recomputed."""
         return self.each * (self.forward_s + self.backward_s)
 
+    @property
+    def way_s(self) -> float:
+        """Seconds of a layer on the way forward and back."""
+        return self.way_forward_s + self.way_back_s
+
 
 def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, int]) -> _Kind:
     """What lanes of a kind may be like."""
     model, software, most = job.model, cluster.stack, sum(counts.values())
     element_bytes, port_bytes_per_s = PRECISION_BYTES[job.precision], _port_bytes_per_s(cluster, kind)
     lanes = [
-        tuple(_lane(cluster, job, kind, degrees, share, port_bytes_per_s) for share in shares)
+        tuple(_lane(cluster, job, kind, degrees, slices, share, port_bytes_per_s) for share in shares)
         for degrees in _degrees(job, most)
+        for slices in (slice_counts(job.sequence_length) if degrees[1] == 1 else (1,))
         for shares in _shares(job.global_batch, math.prod(degrees))
     ]
     none, pointwise, least, full = (
@@ -342,9 +361,10 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
     for fewest, many in pairwise(rungs):
         kept = least - many[0] * (least - pointwise) - many[1] * (pointwise - full)
         for few, more in lanes:
-            # What a device keeps of its share is whole bytes, of which rounding may save one.
-            layers = few.each * room / max(SMALLEST_BYTES, kept - few.each)
-            heads = few.each * room / (software.logits_scale * max(SMALLEST_BYTES, logits - few.each))
+            # What a device keeps of a slice of its share is whole bytes, of which rounding may save one.
+            saved = few.slices * few.each
+            layers = few.each * room / max(SMALLEST_BYTES, kept - saved)
+            heads = few.each * room / (software.logits_scale * max(SMALLEST_BYTES, logits - saved))
             backward_s = few.backward_s + _again_s(few, many)
             choices.append(
                 (
@@ -356,7 +376,7 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
             )
     worst_s = WORST * min(choice[0] for choice in choices)
     asked = [lane for pair in lanes if pair[1].gpu_s < long_s for lane in pair]
-    parts = [lane.forward_s / lane.way_s for lane in asked]
+    parts = [lane.way_forward_s / lane.way_s for lane in asked]
     head_s = min(more.each * (more.head_forward_s + more.head_backward_s) for _, more in lanes)
     return _Kind(counts[kind], _undominated(choices, worst_s), head_s, min(parts), 1 - max(parts))
 
@@ -379,13 +399,21 @@ def _undominated(choices: list[tuple[float, float, float, float]], worst_s: floa
     return _Lanes(gpu, way, forward * gpu, back * gpu)
 
 
-def _lane(cluster: Cluster, job: Job, kind: GpuKind, degrees: tuple[int, int], sequences: int, port_bytes_per_s: float) -> _Lane:
+def _lane(
+    cluster: Cluster,
+    job: Job,
+    kind: GpuKind,
+    degrees: tuple[int, int],
+    slices: int,
+    sequences: int,
+    port_bytes_per_s: float,
+) -> _Lane:
     """A lane of one kind. Sequence parallelism and the most expert parallelism save most, and are taken to be there."""
     model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
     tensor, context = degrees
     experts = 1 if model.experts is None else model.experts.experts
-    layer = layer_seconds(kind, stack, model, sequences, length, tensor, True, precision, context, experts)
-    head = head_seconds(kind, stack, model, sequences, length, tensor, True, precision, context)
+    layers = sliced_seconds(kind, stack, job, slices, sequences, tensor, True, context, experts)
+    head = head_seconds(kind, stack, model, sequences, length // slices, tensor, True, precision, context)
     bytes_per_s, element_bytes = stack.collective_scale * port_bytes_per_s, PRECISION_BYTES[precision]
     summed_s = 0.0
     if tensor > 1:  # two sums forward, and two of the gradients on the way back
@@ -398,16 +426,41 @@ def _lane(cluster: Cluster, job: Job, kind: GpuKind, degrees: tuple[int, int], s
         others = sequences * (context - 1) / context  # of as many steps, all but one hide behind the attention to the last one's
         forward_s += others * max(0.0, round_s - alone.attention_s)
         back_s += others * max(0.0, 2 * round_s - alone.attention_backward_s)
+    layers_s = sum(layer.forward_s for layer in layers)
     return _Lane(
         each=tensor * context / sequences,
-        forward_s=layer.forward_s + forward_s,
-        backward_s=layer.backward_s + back_s,
-        again_s=layer.forward_s + summed_s,
-        pointwise_s=layer.pointwise_s,
-        way_s=layer.forward_s + forward_s + layer.backward_input_s + back_s,
-        head_forward_s=head.forward_s,
-        head_backward_s=head.backward_s,
+        slices=slices,
+        forward_s=layers_s + forward_s,
+        backward_s=sum(layer.backward_s for layer in layers) + back_s,
+        again_s=layers_s + summed_s,
+        pointwise_s=sum(layer.pointwise_s for layer in layers),
+        way_forward_s=layers[-1].forward_s + forward_s / slices,
+        way_back_s=layers[-1].backward_input_s + back_s / slices,
+        head_forward_s=slices * head.forward_s,
+        head_backward_s=slices * head.backward_s,
     )
+
+
+def sliced_seconds(
+    kind: GpuKind,
+    stack: Stack,
+    job: Job,
+    slices: int,
+    sequences: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> list[PieceSeconds]:
+    """Seconds of one layer for each slice of some sequences that come in so many."""
+    length = job.sequence_length // slices
+    split = (tensor_parallel, sequence_parallel, job.precision, context_parallel, expert_parallel)
+    return [layer_seconds(kind, stack, job.model, sequences, length, *split, place * length) for place in range(slices)]
+
+
+def slice_counts(length: int) -> list[int]:
+    """In how many slices a sequence of so many tokens can come."""
+    return [slices for slices in range(1, MOST_SLICES + 1) if length % slices == 0]
 
 
 def _degrees(job: Job, most: int) -> Iterator[tuple[int, int]]:

@@ -77,7 +77,7 @@ class Charges:
             course = self._pricing.course(pipeline, settings)
             for part, forward_s, backward_s in zip(pipeline.stages, course.forward_s, course.backward_s, strict=True):
                 working = math.fsum([self._working[name] for name in part.devices])
-                once_s += working * pipeline.micro_batches * (forward_s + backward_s)
+                once_s += working * course.micro_batches * (forward_s + backward_s)
         devices = (name for pipeline in draft for part in pipeline.stages for name in part.devices)
         return Charge(once_s, math.fsum([self._waiting[name] for name in devices]))
 

@@ -30,7 +30,7 @@ def chunked(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Settings]
         return
     fewest = min(part.layer_count for pipeline in draft for part in pipeline.stages)
     if fewest >= 2:
-        in_a_v = replace(settings, schedule="zb-v")
+        in_a_v = settings.under("zb-v")
         yield tuple(_laid(pipeline, 2, folded=True) for pipeline in draft), in_a_v
         turned = tuple(_head_first(pipeline) for pipeline in draft)
         if min(pipeline.stages[0].layer_count for pipeline in turned) >= 2:
@@ -43,7 +43,7 @@ def interleaved(draft: Draft, settings: Settings) -> Iterator[tuple[Draft, Setti
     fewest = min(part.layer_count for pipeline in draft for part in pipeline.stages)
     for count in CHUNKS:
         if count <= fewest:
-            yield tuple(_laid(pipeline, count) for pipeline in draft), replace(settings, schedule="interleaved")
+            yield tuple(_laid(pipeline, count) for pipeline in draft), settings.under("interleaved")
 
 
 def _head_first(pipeline: Pipeline) -> Pipeline:

@@ -23,6 +23,7 @@ from partition.graph import DeviceGraph
 from partition.pricing import Devices
 from sim.spec.cluster import Node
 from sim.spec.job import Job
+from sim.spec.plan import SLICED_SCHEDULES
 
 Score: TypeAlias = "Callable[[Deal, float], float]"
 """Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
@@ -33,6 +34,12 @@ MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 0), ("split-1f1b", 0), ("split-1f1b", 1), ("split-1f1b", 2), ("eager-1f1b", 0))
 """Schedules that are tried with all else, and how many micro-batches more are held for messages between nodes (`Settings`): those
 that need least memory first."""
+
+SLICES = (1, 2, 4, 8)
+"""Into how many slices sequences are cut, as far as their length allows."""
+
+SLICED = 0.5
+"""The share of random deals whose sequences are cut, where the schedule allows it."""
 
 SPLIT_SCHEDULES = ("zb-1p", "zb-2p")
 """Schedules that divide backwards, which suit rows that are settled."""
@@ -119,6 +126,7 @@ class Deals:
         order = graph.path(list(devices), {name: sum(memory[device] for device in own) for name, own in devices.items()})
         self.schedules = tuple(entry for entry in SCHEDULES if len(nodes) > 1 or not entry[1])
         """Those that are tried: no message leaves the only node."""
+        self.slices = tuple(slices for slices in SLICES if job.sequence_length % slices == 0)
         kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
         alike: dict[Node, list[Devices]] = {}
         for name in order:
@@ -144,10 +152,10 @@ class Deals:
                 for degree in self._degrees(nodes):
                     yield Deal((Row(nodes[:count], degree), *left, *others), pipelines, DEALINGS[0], 1, settings)
 
-    def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False) -> Deal:
+    def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False, slices: bool = True) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
 
-        Where memory is short some have the optimizer's states in the hosts' memory.
+        Where memory is short some have the optimizer's states in the hosts' memory. With `slices` some cut sequences.
         """
         cut = int(rng.integers(len(self._rows)))
         nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
@@ -164,6 +172,8 @@ class Deals:
         schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
         schedule, ahead = schedules[int(rng.integers(len(schedules)))]
         settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
+        if slices and schedule in SLICED_SCHEDULES and rng.random() < SLICED:
+            settings = replace(settings, sequence_slices=self.slices[int(rng.integers(len(self.slices)))])
         dealing = str(rng.choice(DEALINGS, p=DEALT))
         return Deal(tuple(rows), pipelines, dealing, MICRO_BATCHES[int(rng.integers(2))], settings)
 
@@ -177,8 +187,8 @@ class Deals:
         pipelines = tuple(shared_out(runs, deal.pipelines, deal.dealing == "in turn"))
         if len(pipelines) < deal.pipelines or max(map(len, pipelines)) > self._job.model.layers:
             return None
-        batch, length = self._job.global_batch, self._job.sequence_length
-        if batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
+        batch, (length, rest) = self._job.global_batch, divmod(self._job.sequence_length, deal.settings.sequence_slices)
+        if rest or batch % deal.micro_batch or deal.pipelines * deal.micro_batch > batch:
             return None
         if deal.settings.sequence_parallel and any(row.degree and length % row.degree for row in deal.rows):
             return None
@@ -202,8 +212,10 @@ class Deals:
 
     # --- Changes ---
 
-    def near(self, deal: Deal) -> Iterator[Deal]:
+    def near(self, deal: Deal, reslices: bool = True) -> Iterator[Deal]:
         """All deals that differ in one choice: a row's degree or place, the order as a whole, or what holds for all pipelines.
+
+        With `reslices` among these is in how many slices sequences come.
 
         Where a row that is left out would stand makes no difference; it may take the place of another one. What was cut of one
         row and stands together can go elsewhere together, and be one row again.
@@ -239,7 +251,16 @@ class Deals:
                 yield replace(deal, settings=other)
         for schedule, ahead in self.schedules:
             if (schedule, ahead) != (settings.schedule, settings.ahead):
-                yield replace(deal, settings=replace(settings, schedule=schedule, ahead=ahead))
+                yield replace(deal, settings=settings.under(schedule, ahead))
+        if reslices:
+            yield from (replace(deal, settings=changed) for changed in self.resliced(settings))
+
+    def resliced(self, settings: Settings) -> Iterator[Settings]:
+        """The settings with sequences in any other number of slices; none where the schedule takes no slices."""
+        if settings.schedule in SLICED_SCHEDULES and settings.zero_stage < 2:
+            for slices in self.slices:
+                if slices != settings.sequence_slices:
+                    yield replace(settings, sequence_slices=slices)
 
     def _runs(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
         """Where neighbours of one sort of nodes begin and end that are in use, two at least."""
@@ -251,7 +272,7 @@ class Deals:
         """The deal under the schedules that divide backwards."""
         for schedule in SPLIT_SCHEDULES:
             if schedule != deal.settings.schedule:
-                yield replace(deal, settings=replace(deal.settings, schedule=schedule, ahead=0))
+                yield replace(deal, settings=deal.settings.under(schedule))
 
     def cut(self, deal: Deal) -> Iterator[Deal]:
         """All deals in which a row is cut in two, a part of which has another degree or place than it had."""
@@ -288,11 +309,12 @@ class Deals:
         splits: bool = False,
         cuts: bool = True,
         hope_s: float = math.inf,
+        reslices: bool = True,
     ) -> tuple[float, Deal]:
         """The deal to which changes lead that improve it, in random order, until none is found, and its score.
 
-        All changes of one choice are tried, with `splits` schedules that divide backwards, and with `cuts` some of the many that
-        cut a row, unless it has come to no less than `hope_s` without.
+        All changes of one choice are tried (see `near`), with `splits` schedules that divide backwards, and with `cuts` some of
+        the many that cut a row, unless it has come to no less than `hope_s` without.
         With `judged_s`, which may be slow, a change has to be better by that, too. It ends before when it is late.
         """
         seconds, by_judge_s = score_s(deal, math.inf), judged_s(deal) if judged_s is not None else math.inf
@@ -312,7 +334,7 @@ class Deals:
         def changed() -> tuple[float, float, Deal] | None:
             """What one change leads to, of the sorts of changes in their order."""
             return (
-                better(list(self.near(deal)))
+                better(list(self.near(deal, reslices)))
                 or (better(list(self.split(deal))) if splits else None)
                 or (better(list(self.cut(deal)), MOST_CUT) if cuts and seconds < hope_s else None)
             )

@@ -22,7 +22,7 @@ from sim.spec.counts import (
     tied_copy_parameters_at,
 )
 from sim.spec.job import Job
-from sim.spec.plan import LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import presets
 
 Draft: TypeAlias = tuple[Pipeline, ...]
@@ -54,6 +54,12 @@ class Settings:
     expert_parallel: int = 1
     ahead: int = 0
     """Micro-batches that stages hold beside those of 1F1B for each message between nodes that is still to come."""
+    sequence_slices: int = 1
+
+    def under(self, schedule: str, ahead: int = 0) -> Settings:
+        """The settings with another schedule; in slices only where it takes them."""
+        slices = self.sequence_slices if schedule in SLICED_SCHEDULES else 1
+        return replace(self, schedule=schedule, ahead=ahead, sequence_slices=slices)
 
     def in_flight(self, groups: Sequence[Sequence[str]]) -> tuple[int, ...] | None:
         """The micro-batches that stages of these devices, in stage order, hold at most; None where it is as the schedule says.
@@ -135,6 +141,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         zero_stage=settings.zero_stage,
         sequence_parallel=settings.sequence_parallel,
         expert_parallel=settings.expert_parallel,
+        sequence_slices=settings.sequence_slices,
         offload_optimizer=settings.offload_optimizer,
         optimizer=job.optimizer,
     )
@@ -142,12 +149,19 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
 
 def settings_of(plan: Plan) -> Settings:
     """What a plan says of all its pipelines at once."""
-    return Settings(plan.schedule, plan.zero_stage, plan.sequence_parallel, plan.offload_optimizer, plan.expert_parallel)
+    return Settings(
+        plan.schedule,
+        plan.zero_stage,
+        plan.sequence_parallel,
+        plan.offload_optimizer,
+        plan.expert_parallel,
+        sequence_slices=plan.sequence_slices,
+    )
 
 
 def rescheduled(draft: Draft, settings: Settings, schedule: str, ahead: int = 0) -> tuple[Draft, Settings]:
     """The draft under another schedule, and the settings for it."""
-    changed = replace(settings, schedule=schedule, ahead=ahead)
+    changed = settings.under(schedule, ahead)
     counts = [changed.in_flight([part.replicas[0].devices for part in pipeline.stages]) for pipeline in draft]
     return tuple([pipeline.holding(own) for pipeline, own in zip(draft, counts, strict=True)]), changed
 
@@ -167,14 +181,14 @@ def updated_parameters(job: Job, devices: int, layers: int, first: bool, last: b
     return parameters / copies
 
 
-def simulation_work(draft: Draft) -> int:
-    """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, more between nodes."""
+def simulation_work(draft: Draft, slices: int = 1) -> int:
+    """How much work the simulation of a draft is, in instructions: six per lane and micro-batch, or slice, more between nodes."""
     total = 0
     for pipeline in draft:
         nodes = [part.devices[0].rpartition("/")[0] for part in pipeline.stages]
         crossings = sum(a != b for a, b in pairwise(nodes))
         replicas = max(len(part.replicas) for part in pipeline.stages)
-        total += pipeline.micro_batches * (6 * len(nodes) + CROSSING_WORK * crossings) * replicas
+        total += pipeline.micro_batches * slices * (6 * len(nodes) + CROSSING_WORK * crossings) * replicas
     return total
 
 

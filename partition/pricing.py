@@ -130,6 +130,7 @@ class Course:
 
     schedule: str
     micro_batches: int
+    """Slices of them where sequences come in slices, as in all that follows."""
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     messages: tuple[tuple[Message, Message], ...]
@@ -205,9 +206,10 @@ class Pricing:
     def stage(self, devices: Devices, micro_batch: int, settings: Settings) -> StageSeconds:
         """The seconds of the pieces of a stage on these devices. They are as the simulation's, alone on their links.
 
+        Where sequences come in slices they are the mean of those of the slices.
         Devices on which they are equal have the same object.
         """
-        key = (devices, micro_batch, settings.sequence_parallel)
+        key = (devices, micro_batch, settings.sequence_parallel, settings.sequence_slices)
         found = self._stages.get(key)
         if found is None:
             computed, collectives = self._computed(devices, micro_batch, settings)
@@ -239,7 +241,8 @@ class Pricing:
     ) -> tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]:
         """Seconds and collectives of the passes through one layer: plain, recomputed, with embedding, with head."""
         kinds = tuple(dict.fromkeys(id(self.cluster.device(name).gpu) for name in devices))
-        key = (kinds, len(devices), micro_batch, settings.sequence_parallel)
+        slices = settings.sequence_slices
+        key = (kinds, len(devices), micro_batch, settings.sequence_parallel, slices)
         found = self._computation.get(key)
         if found is None:
             model = replace(self.job.model, name="probe", layers=1)
@@ -255,6 +258,7 @@ class Pricing:
                         precision=self.job.precision,
                         gradient_precision=self.job.gradient_precision,
                         sequence_parallel=settings.sequence_parallel,
+                        sequence_slices=slices,
                     ),
                     self.cluster,
                     stack=software,
@@ -262,10 +266,11 @@ class Pricing:
                 for mode in RECOMPUTE
             )
             middle, first, last = (
-                Lane(name, 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, embedding, head)
+                Lane(name, 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, embedding, head, sequence_slices=slices)
                 for name, embedding, head in (("middle", False, False), ("first", True, False), ("last", False, True))
             )
-            forward, backward, weight = Forward(0, (0, 1)), Backward(0, (0, 1)), BackwardWeight(0, (0, 1))
+            kinds_of_pass = Forward, Backward, BackwardWeight
+            forward, backward, weight = (tuple([kind(i, (0, 1)) for i in range(slices)]) for kind in kinds_of_pass)
             asked = (
                 (plain, middle, forward),
                 (plain, middle, backward),
@@ -280,8 +285,8 @@ class Pricing:
                 (plain, last, weight),
             )
             found = self._computation[key] = (
-                tuple(cost.seconds(lane, i) for cost, lane, i in asked),
-                tuple(cost.collectives(lane, i) for cost, lane, i in asked),
+                tuple(sum([cost.seconds(lane, i) for i in each]) / slices for cost, lane, each in asked),
+                tuple(cost.collectives(lane, each[0]) for cost, lane, each in asked),
             )
         return found
 
@@ -370,7 +375,8 @@ class Pricing:
                 self._courses.clear()
             found = self._course(pipeline, settings)
             self._courses[key] = pipeline.stages, found
-        return found if found.micro_batches == pipeline.micro_batches else replace(found, micro_batches=pipeline.micro_batches)
+        micro_batches = pipeline.micro_batches * settings.sequence_slices
+        return found if found.micro_batches == micro_batches else replace(found, micro_batches=micro_batches)
 
     def _course(self, pipeline: Pipeline, settings: Settings) -> Course:
         """See `course`."""
@@ -385,15 +391,17 @@ class Pricing:
                 weight.append(seconds.weight_s(counts, s == deepest))
         lanes = [part.replicas[0].devices for part in pipeline.stages]
         messages = tuple((self.message(a, b, settings), self.message(b, a, settings)) for a, b in pairwise(lanes))
-        size = self.activation_bytes(pipeline.micro_batch)
+        size = self.activation_bytes(pipeline.micro_batch, settings.sequence_slices)
         said = any(part.in_flight is not None for part in pipeline.stages)
         ahead = ahead_of(pipeline.in_flight) if said else ()
         passes = tuple(forward), tuple(backward)
-        return Course(settings.schedule, pipeline.micro_batches, *passes, messages, size, ahead, tuple(weight))
+        micro_batches = pipeline.micro_batches * settings.sequence_slices
+        return Course(settings.schedule, micro_batches, *passes, messages, size, ahead, tuple(weight))
 
-    def activation_bytes(self, micro_batch: int) -> int:
-        """Bytes of one micro-batch's activation between two stages."""
-        return boundary_bytes(self.job.model, micro_batch, self.job.sequence_length, PRECISION_BYTES[self.job.precision])
+    def activation_bytes(self, micro_batch: int, slices: int = 1) -> int:
+        """Bytes of the activation of one micro-batch, or of one of so many slices of it, between two stages."""
+        length = self.job.sequence_length // slices
+        return boundary_bytes(self.job.model, micro_batch, length, PRECISION_BYTES[self.job.precision])
 
     # --- Drafts ---
 

@@ -26,7 +26,7 @@ FEW, MANY = 2, 4
 
 @dataclass(frozen=True)
 class ModeBytes:
-    """Bytes under one recompute mode: once where a layer has it, and for each such layer and micro-batch in flight."""
+    """Bytes under one recompute mode: once where a layer has it, and for each such layer and micro-batch, or slice, in flight."""
 
     working: float
     kept: float
@@ -39,7 +39,7 @@ class StageBytes:
     fixed: float
     layer: float
     flight: float
-    """For each micro-batch in flight, whatever the layers: what the embedding and the head keep."""
+    """For each micro-batch, or slice of one, in flight, whatever the layers: what the embedding and the head keep."""
     modes: tuple[ModeBytes, ...]
     """In the order of `RECOMPUTE`."""
 
@@ -89,7 +89,7 @@ class Room:
             for s, part in enumerate(pipeline.stages):
                 devices, counts = part.replicas[0].devices, part.recomputed().values()
                 held = self.stage(len(draft), len(devices), pipeline.micro_batch, settings, s == 0, s == depth - 1)
-                flying = held_by(settings.schedule, pipeline, s)
+                flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
                 if held.total(flying, counts) > self.capacity_bytes(devices):
                     return False
         return self.fits_hosts(draft, settings)
@@ -127,6 +127,7 @@ class Room:
             settings.sequence_parallel,
             settings.offload_optimizer,
             settings.expert_parallel,
+            settings.sequence_slices,
             only,
         )
         found = self._known.get(key)
@@ -148,6 +149,7 @@ class Room:
 
         asked = ((1, "none"), (2, "none"), *((1, mode) for mode in RECOMPUTE[1:]))
         measured = [totals(layers, in_flight, mode) for layers, mode in asked for in_flight in (1, 2)]
+        slices = settings.sequence_slices  # all of a micro-batch are in flight here
         found = []
         for one, one_twice, two, two_twice, *others in zip(*measured, strict=True):
             kept = (two_twice - two) - (one_twice - one)
@@ -161,8 +163,8 @@ class Room:
                 modes_kept.append(twice - once - flight)
                 working.append(once - layer - flight - modes_kept[-1] - rest)
             least = min(working)
-            modes = tuple(ModeBytes(w - least, k) for w, k in zip(working, modes_kept, strict=True))
-            found.append(StageBytes(rest + least, layer, flight, modes))
+            modes = tuple(ModeBytes(w - least, k / slices) for w, k in zip(working, modes_kept, strict=True))
+            found.append(StageBytes(rest + least, layer, flight / slices, modes))
         return found
 
     def _totals(

@@ -291,14 +291,16 @@ class Batches:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens_SB, labels_SB): some sequences `(start, stop)` of one micro-batch, int64, contiguous, of one storage.
 
+        Where sequences come in slices, `micro_batch` counts slices, as in programs, and of the sequences it is that one's tokens.
         `consumed` is the number of samples that the training used before this iteration.
         """
-        size = self._plan.pipelines[pipeline].micro_batch
-        start, stop = sequences
-        assert 0 <= start < stop <= size and 0 <= micro_batch < self._plan.pipelines[pipeline].micro_batches
-        first = consumed + self._first[pipeline] + micro_batch * size
-        window_SB = np.empty((self._tokens.sequence_length + 1, stop - start), dtype=np.int64)
+        plan, (start, stop) = self._plan, sequences
+        size, length = plan.pipelines[pipeline].micro_batch, plan.slice_length
+        number, place = divmod(micro_batch, plan.sequence_slices)
+        assert 0 <= start < stop <= size and 0 <= number < plan.pipelines[pipeline].micro_batches
+        first, token = consumed + self._first[pipeline] + number * size, place * length
+        window_SB = np.empty((length + 1, stop - start), dtype=np.int64)
         for column, position in enumerate(range(first + start, first + stop)):
-            window_SB[:, column] = self._tokens.window(self._order.sample(position))
+            window_SB[:, column] = self._tokens.window(self._order.sample(position))[token : token + length + 1]
         both_SB = torch.from_numpy(window_SB)
         return both_SB[:-1], both_SB[1:]

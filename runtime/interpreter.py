@@ -44,7 +44,7 @@ from sim.spec.program import (
 )
 
 Received = list[tuple[Sequences, torch.Tensor]]
-"""Shares of a micro-batch that have arrived."""
+"""Shares of a micro-batch, or of a slice of one, that have arrived."""
 
 
 class Interpreter:
@@ -174,7 +174,7 @@ class Interpreter:
             with self._parameters(instruction, part):
                 for atom in self._atoms(part):
                     module = self._parts[atom]
-                    x = module(x, labels_SB) if module.has_head else module(x)
+                    x = module(x, labels_SB, lane.slice_of(m))
             self._graphs[m, part] = (entered, x)
         if ends:
             if self._world.index == 0:

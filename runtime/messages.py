@@ -48,7 +48,7 @@ class Messages:
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self._world, self._dtype = world, dtype
         plan = world.plan
-        self._sequence_length, self._hidden = plan.sequence_length, plan.transformer.hidden
+        self._length, self._hidden = plan.slice_length, plan.transformer.hidden
         self._sequence_parallel = plan.sequence_parallel
         self._lane = world.lane
         by_name = world.program.by_name
@@ -90,7 +90,7 @@ class Messages:
             return
         tag, send = channel.waiting.popleft()
         world = self._world
-        start, stop = share(self._sequence_length, world.index, self._lane.tensor_parallel)
+        start, stop = share(self._length, world.index, self._lane.tensor_parallel)
         rows = torch.empty(
             (stop - start, send.sequences[1] - send.sequences[0], self._hidden), dtype=self._dtype, device=world.device
         )
@@ -98,7 +98,7 @@ class Messages:
         senders = world.ranks[peer]
         for i, rank in enumerate(senders):
             here = (world.index, self._lane.tensor_parallel)
-            low, high = shared_rows(self._sequence_length, (i, len(senders)), here)
+            low, high = shared_rows(self._length, (i, len(senders)), here)
             if low < high:
                 works.append(receive(rows[low - start : high - start], rank, *world.message(rank, world.rank, tag)))
         channel.posted.append(_Posted(send, rows, works))
@@ -124,17 +124,17 @@ class Messages:
         degree = self._lane.tensor_parallel
         if degree == 1:
             return rows_SBH
-        each = share(self._sequence_length, 0, degree)[1]
+        each = share(self._length, 0, degree)[1]
         if len(rows_SBH) < each:
             rows_SBH = torch.cat([rows_SBH, rows_SBH.new_zeros((each - len(rows_SBH), *rows_SBH.shape[1:]))])
         everything = rows_SBH.new_empty((each * degree, *rows_SBH.shape[1:]))
         all_gather(everything, rows_SBH, self._world.group(self._world.ranks[self._lane.name])).wait()
-        return everything[: self._sequence_length]
+        return everything[: self._length]
 
     def num_bytes(self, instruction: Send | Recv) -> int:
         """The bytes of a message, from all devices of the lane to all of the other."""
         begin, end = instruction.sequences
-        return self._sequence_length * (end - begin) * self._hidden * self._dtype.itemsize
+        return self._length * (end - begin) * self._hidden * self._dtype.itemsize
 
     def send(self, instruction: Send, x_SBH: torch.Tensor, done: Callable[[], None]) -> None:
         """Nothing; begins to send this device's rows of `x_SBH`, the lane's share of a micro-batch.
@@ -144,7 +144,7 @@ class Messages:
         world, lane = self._world, self._lane
         begin, end = instruction.sequences
         columns = slice(begin - lane.sequences[0], end - lane.sequences[0])
-        start, stop = share(self._sequence_length, world.index, lane.tensor_parallel)
+        start, stop = share(self._length, world.index, lane.tensor_parallel)
         mine = x_SBH[:, columns] if self._sequence_parallel else x_SBH[start:stop, columns]
         mine = mine.contiguous()
         tag = self._tags[instruction.peer, instruction]
@@ -152,7 +152,7 @@ class Messages:
         works = []
         for j, rank in enumerate(receivers):
             here = (world.index, lane.tensor_parallel)
-            low, high = shared_rows(self._sequence_length, here, (j, len(receivers)))
+            low, high = shared_rows(self._length, here, (j, len(receivers)))
             if low < high:
                 works.append(send(mine[low - start : high - start], rank, *world.message(world.rank, rank, tag)))
         self._kept[instruction] = (mine, works, done)

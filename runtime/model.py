@@ -1,17 +1,20 @@
 """The transformer that runs: embedding, layers and head over the parameters of `runtime.parameters`, and a lane's part of it.
 
 Shapes: S sequence, B sequences of a micro-batch, H hidden, N heads, D width of a head, V the rows of the vocabulary that this
-rank holds. The residual stream x_SBH is sequence first; with sequence parallelism it has this rank's rows of the sequence.
+rank holds, K the keys that S queries may attend to. The residual stream x_SBH is sequence first; with sequence parallelism it has
+this rank's rows of the sequence. Where sequences are cut in slices, S is a slice, and K are all tokens up to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from runtime.parameters import Section
@@ -21,6 +24,7 @@ from runtime.tensor_parallel import (
     TensorGroup,
     column_linear,
     cross_entropy_sum,
+    eager,
     row_linear,
     vocabulary_embedding,
 )
@@ -36,19 +40,42 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 # --- Positions -------------------------------------------------------------------------------------------------------
 
 
-def rotary_tables(transformer: Transformer, length: int, device: torch.device, dtype: torch.dtype) -> Rotary:
-    """The rotary tables of a sequence of `length` tokens, computed in fp32 (fp64 for fp64) and rounded to `dtype`."""
+def rotary_tables(transformer: Transformer, length: int, device: torch.device, dtype: torch.dtype, start: int = 0) -> Rotary:
+    """The rotary tables of `length` tokens from position `start` on, computed in fp32 (fp64 for fp64) and rounded to `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, transformer.head_dim, 2, dtype=wide, device=device) / transformer.head_dim
-    angles = torch.outer(torch.arange(length, dtype=wide, device=device), 1.0 / transformer.rope_theta**exponents)
+    angles = torch.outer(torch.arange(start, start + length, dtype=wide, device=device), 1.0 / transformer.rope_theta**exponents)
     return angles.cos().to(dtype)[:, None, None], angles.sin().to(dtype)[:, None, None]
 
 
-def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which of (query, key) a causal window lets through; None where it is no narrower than the causal mask."""
-    if window is None or length <= window:
-        return None
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+KEYS_AT_ONCE = 16
+"""Keys before the window are left out in multiples of this: of a mask whose rows are no multiple of it (in some versions, of its
+half) torch makes a padded copy for the memory-efficient kernel in every layer (aten/src/ATen/native/transformers/attention.cpp).
+"""
+
+
+def earliest_key(start: int, window: int | None) -> int:
+    """The first position whose key is given to tokens from `start` on, which see none before it through a causal window."""
+    return 0 if window is None else max(0, start + 1 - window) // KEYS_AT_ONCE * KEYS_AT_ONCE
+
+
+def attention_mask(
+    length: int, earlier: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What is added to the scores (query, key) of `length` tokens that attend to so many earlier ones and to themselves.
+
+    None for the causal mask of a whole sequence, where the window is no narrower.
+    """
+    keys = earlier + length
+    if window is None or keys <= window:
+        if earlier == 0:
+            return None
+        if device.type == "cuda":  # its kernels need no numbers for it, which would take more than all else of long sequences
+            return causal_lower_right(length, keys)
+        window = keys
+    seen_SK = torch.ones(length, keys, dtype=torch.bool, device=device).tril_(earlier).triu_(earlier + 1 - window)
+    # Not as booleans, of which attention makes this anew and keeps it in every layer.
+    return torch.zeros(length, keys, dtype=dtype, device=device).masked_fill_(~seen_SK, -torch.inf)
 
 
 def _rotated(x_SBND: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -56,6 +83,89 @@ def _rotated(x_SBND: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = rotary
     a, b = x_SBND.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+# --- Slices ----------------------------------------------------------------------------------------------------------
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, each of shape (K, B, N, D)."""
+
+
+class Attended:
+    """The keys and values of one micro-batch in one layer, to which its slices add theirs in order.
+
+    Backwards come from the last slice to the first, and leave here what they give the keys and values of those before.
+    """
+
+    def __init__(self, slices: int, window: int | None) -> None:
+        self._slices, self._window = slices, window
+        self._held: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+
+    def added(self, place: int, own: KeysValues) -> KeysValues:
+        """What the slice at a place attends to: the keys and values before it that its window shows, and its own."""
+        begin, start, stop = self._bounds(place, len(own[0]))
+        if not self._held:
+            self._held = [each.new_empty(self._slices * len(each), *each.shape[1:]) for each in own]
+        for held, each in zip(self._held, own, strict=True):
+            held[start:stop] = each
+        # Of .data autograd does not count the changes: it may keep this, since later slices change only what is behind it.
+        keys, values = (held.data[begin:stop] for held in self._held)
+        return keys, values
+
+    def completed(self, place: int, given: KeysValues) -> KeysValues:
+        """The gradients of the slice's own keys and values, of those given of what it attends to, and what later slices left."""
+        begin, start, stop = self._bounds(place, len(self._held[0]) // self._slices)
+        later = place < self._slices - 1
+        if not later:
+            self._gradients = [each.new_zeros(start, *each.shape[1:]) for each in given]
+        for gradient, each in zip(self._gradients, given, strict=True):
+            gradient[begin:start] += each[: start - begin]
+        keys, values = (each[start - begin :] for each in given)
+        if later:
+            of_keys, of_values = (gradient[start:stop] for gradient in self._gradients)
+            keys, values = keys + of_keys, values + of_values
+        return keys, values
+
+    def _bounds(self, place: int, length: int) -> tuple[int, int, int]:
+        """The first position that the slice at a place attends to, its own first, and the one behind it."""
+        start = place * length
+        return earliest_key(start, self._window), start, start + length
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice of a micro-batch in one layer."""
+
+    place: int
+    attended: Attended
+    mask_SK: torch.Tensor | None
+    """Its `attention_mask`."""
+
+    def attends_to(self, key_SBND: torch.Tensor, value_SBND: torch.Tensor) -> KeysValues:
+        """The keys and values of the slices before this one, as far as its window shows them, and its own."""
+        found: KeysValues = _Joined.apply(key_SBND, value_SBND, self.place, self.attended)  # type: ignore[no-untyped-call]
+        return found
+
+
+Seen: TypeAlias = "torch.Tensor | Slice | None"
+"""What tokens of whole sequences see, by their `attention_mask`, or the slice that they are."""
+
+
+class _Joined(torch.autograd.Function):
+    """What a slice attends to. The slices' graphs remain apart: gradients of earlier slices pass outside of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key_SBND: torch.Tensor, value_SBND: torch.Tensor, place: int, attended: Attended
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.place, ctx.attended = place, attended
+        return attended.added(place, (key_SBND, value_SBND))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        keys, values = gradients
+        return *ctx.attended.completed(ctx.place, (keys, values)), None, None
 
 
 # --- Pieces ----------------------------------------------------------------------------------------------------------
@@ -121,7 +231,7 @@ def _first_row(section: Section, name: str) -> int:
 
 
 class Embedding(nn.Module):
-    """Tokens into the residual stream. Of tokens_SB every rank is given the whole sequence."""
+    """Tokens into the residual stream. Of tokens_SB every rank is given the whole sequence, or slice of it."""
 
     def __init__(self, transformer: Transformer, section: Section, group: TensorGroup) -> None:
         super().__init__()
@@ -131,17 +241,19 @@ class Embedding(nn.Module):
         learned = transformer.position == "learned"
         self.positions = section.parameter("embedding.positions.weight") if learned else None
 
-    def forward(self, tokens_SB: torch.Tensor) -> torch.Tensor:
-        """x_SBH, with the learned positions if there are any. Raises InputError for a sequence longer than their table."""
+    def forward(self, tokens_SB: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """x_SBH, with the learned positions if there are any. Raises InputError for a sequence longer than their table.
+
+        The tokens are those of the slice at a place.
+        """
         x_SBH = vocabulary_embedding(tokens_SB, self.tokens_VH, self.start_row, self.group)
         if self.positions is None:
             return x_SBH
-        if tokens_SB.shape[0] > self.positions.shape[0]:
-            raise InputError(
-                f"the sequence length is at most the {self.positions.shape[0]} learned positions, but got {tokens_SB.shape[0]}"
-            )
+        length = (place + 1) * tokens_SB.shape[0]
+        if length > self.positions.shape[0]:
+            raise InputError(f"the sequence length is at most the {self.positions.shape[0]} learned positions, but got {length}")
         rows = x_SBH.shape[0]
-        start = self.group.index * rows if self.group.scatters else 0
+        start = place * tokens_SB.shape[0] + (self.group.index * rows if self.group.scatters else 0)
         return x_SBH + self.positions[start : start + rows, None]
 
 
@@ -195,22 +307,22 @@ class Layer(nn.Module):
         self._remakes_norms = recompute == "pointwise"
         self._remakes_activation = recompute == "pointwise" and recomputes_activation(t)
 
-    def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
-        """The residual stream behind the layer. `rotary_tables` and `window_mask` of the whole sequence are given."""
-        return self._around_layer(self._run, x_SBH, rotary, mask_SS)
+    def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, seen: Seen) -> torch.Tensor:
+        """The residual stream behind the layer. The `rotary_tables` are those of the whole sequence, or of the slice."""
+        return self._around_layer(self._run, x_SBH, rotary, seen)
 
-    def _layer(self, x_SBH: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
+    def _layer(self, x_SBH: torch.Tensor, rotary: Rotary | None, seen: Seen) -> torch.Tensor:
         group, deferred = self.group, self.deferred
         again = self.attention_norm.remade(x_SBH) if self._remakes_norms else None
         qkv = column_linear(self.attention_norm(x_SBH), self.qkv_weight, self.qkv_bias, group, deferred, again)
-        attended = self._attention(qkv, rotary, mask_SS)
+        attended = self._attention(qkv, rotary, seen)
         x_SBH = x_SBH + row_linear(attended, self.output_weight, self.output_bias, group, deferred)
         again = self.mlp_norm.remade(x_SBH) if self._remakes_norms else None
         wide = column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred, again)
         again = Remade(self.activation, wide) if self._remakes_activation else None
         return x_SBH + row_linear(self.activation(wide), self.down_weight, self.down_bias, group, deferred, again)
 
-    def _attention(self, qkv: torch.Tensor, rotary: Rotary | None, mask_SS: torch.Tensor | None) -> torch.Tensor:
+    def _attention(self, qkv: torch.Tensor, rotary: Rotary | None, seen: Seen) -> torch.Tensor:
         """What the heads of this rank read, side by side in the last dimension."""
         qkv_SBND = qkv.view(*qkv.shape[:2], -1, self.head_dim)
         turned_SBND, value_SBND = qkv_SBND.tensor_split((self.heads + self.kv_heads,), dim=2)
@@ -221,32 +333,47 @@ class Layer(nn.Module):
             turned_SBND = torch.cat((query_SBND, key_SBND), dim=2)
         if rotary is not None:
             turned_SBND = _rotated(turned_SBND, rotary)
-            if self.query_norm is None:
+            if self.query_norm is None and not isinstance(seen, Slice):
                 value_SBND = value_SBND.contiguous()  # a copy, so that the unturned query and key need not be kept with it
         query_SBND, key_SBND = turned_SBND.tensor_split((self.heads,), dim=2)
-        query_BNSD, key_BNSD, value_BNSD = (part.permute(1, 2, 0, 3) for part in (query_SBND, key_SBND, value_SBND))
-        read_BNSD = self._around_core(self._core, query_BNSD, key_BNSD, value_BNSD, mask_SS)
+        if isinstance(seen, Slice):
+            return self._read_by_slice(query_SBND, key_SBND, value_SBND, seen)
+        return self._read(query_SBND, key_SBND, value_SBND, seen)
+
+    @eager
+    def _read_by_slice(
+        self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor, part: Slice
+    ) -> torch.Tensor:
+        query_SBND = query_SBND.contiguous()  # a copy, so that the slice's keys and values need not be kept twice
+        return self._read(query_SBND, *part.attends_to(key_SBND, value_SBND), part.mask_SK)
+
+    def _read(
+        self, query_SBND: torch.Tensor, key_KBND: torch.Tensor, value_KBND: torch.Tensor, mask_SK: torch.Tensor | None
+    ) -> torch.Tensor:
+        query_BNSD, key_BNKD, value_BNKD = (part.permute(1, 2, 0, 3) for part in (query_SBND, key_KBND, value_KBND))
+        read_BNSD = self._around_core(self._core, query_BNSD, key_BNKD, value_BNKD, mask_SK)
         return read_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     def _core(
-        self, query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, mask_SS: torch.Tensor | None
+        self, query_BNSD: torch.Tensor, key_BNKD: torch.Tensor, value_BNKD: torch.Tensor, mask_SK: torch.Tensor | None
     ) -> torch.Tensor:
         grouped = self.kv_heads < self.heads
-        if grouped and (mask_SS is not None or not self.shares_keys):
+        masked = mask_SK is not None and not isinstance(mask_SK, CausalBias)
+        if grouped and (not self.shares_keys or (masked and query_BNSD.is_cuda)):
             grouped = False
             times = self.heads // self.kv_heads
-            key_BNSD, value_BNSD = key_BNSD.repeat_interleave(times, dim=1), value_BNSD.repeat_interleave(times, dim=1)
+            key_BNKD, value_BNKD = key_BNKD.repeat_interleave(times, dim=1), value_BNKD.repeat_interleave(times, dim=1)
         return F.scaled_dot_product_attention(
-            query_BNSD, key_BNSD, value_BNSD, attn_mask=mask_SS, is_causal=mask_SS is None, enable_gqa=grouped
+            query_BNSD, key_BNKD, value_BNKD, attn_mask=mask_SK, is_causal=mask_SK is None, enable_gqa=grouped
         )
 
 
 def _shares_keys(weight: torch.Tensor) -> bool:
     """Whether attention has a kernel that reads one key head for several query heads.
 
-    On GPUs that is only the flash kernel, for half precision from compute capability 8.0 on. Elsewhere `enable_gqa` would fall
-    back to whole score matrices, while the memory-efficient kernel takes repeated keys. Source: torch 2.13,
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    On GPUs that is only the flash kernel, for half precision from compute capability 8.0 on, and under causal masks alone.
+    Elsewhere `enable_gqa` would fall back to whole score matrices, while the memory-efficient kernel takes repeated keys.
+    Source: torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if weight.device.type != "cuda":
         return True
@@ -302,7 +429,9 @@ class ModelPart(nn.Module):
     """Some consecutive layers of the model on one rank, with the embedding before them or the head behind them where asked.
 
     `sections` holds the parameters by layer range: (0, 0) the embedding (also for the head of a tied model), (n, n) the head,
-    and ranges that together cover `layers`. `recompute` has one mode per layer. Raises InputError for what cannot be computed.
+    and ranges that together cover `layers`. `recompute` has one mode per layer. Of `sequence_slices` the forwards come in order,
+    micro-batch by micro-batch, and the backwards of a micro-batch from its last slice to its first. Raises InputError for what
+    cannot be computed.
     """
 
     def __init__(
@@ -316,6 +445,7 @@ class ModelPart(nn.Module):
         recompute: Sequence[str],
         compile_layers: bool = False,
         deferred: DeferredWeights | None = None,
+        sequence_slices: int = 1,
     ) -> None:
         super().__init__()
         t, numbers = transformer, range(*layers)
@@ -329,19 +459,23 @@ class ModelPart(nn.Module):
         )
         tied = sections[0, 0] if head and t.tied_embeddings else None
         self.head = Head(t, sections[t.layers, t.layers], group, tied, deferred) if head else None
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Rotary | None, torch.Tensor | None]] = {}
+        self._slices = sequence_slices
+        self._attended: list[Attended] = []
+        """By layer, of the micro-batch whose slices come now. Afterwards its graphs alone hold them."""
+        self._tables: dict[tuple[int, int, torch.device, torch.dtype], tuple[Rotary | None, torch.Tensor | None]] = {}
 
     @property
     def has_head(self) -> bool:
         """Whether it ends with the loss."""
         return self.head is not None
 
-    def forward(self, x: torch.Tensor, labels_SB: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, labels_SB: torch.Tensor | None = None, place: int = 0) -> torch.Tensor:
         """The residual stream behind the part, or, with a head, the cross-entropy of the labels summed over the tokens.
 
-        `x` is tokens_SB where the part has the embedding, else x_SBH. Tokens and labels are of the whole sequence.
+        `x` is tokens_SB where the part has the embedding, else x_SBH. Tokens and labels are of the whole sequence, or of its
+        slice at a place.
         """
-        x_SBH = self._stream(x)
+        x_SBH = self._stream(x, place)
         if self.head is None:
             return x_SBH
         if labels_SB is None:
@@ -355,22 +489,34 @@ class ModelPart(nn.Module):
         logits_SBV: torch.Tensor = self.head.logits(self._stream(x))
         return logits_SBV
 
-    def _stream(self, x: torch.Tensor) -> torch.Tensor:
+    def _stream(self, x: torch.Tensor, place: int = 0) -> torch.Tensor:
         """x_SBH behind the last layer."""
-        x_SBH: torch.Tensor = x if self.embedding is None else self.embedding(x)
-        rotary, mask_SS = self._positions(x_SBH)
-        for layer in self.layers:
-            x_SBH = layer(x_SBH, rotary, mask_SS)
+        x_SBH: torch.Tensor = x if self.embedding is None else self.embedding(x, place)
+        rotary, mask_SK = self._positions(x_SBH, place)
+        for layer, seen in zip(self.layers, self._seen(place, mask_SK), strict=True):
+            x_SBH = layer(x_SBH, rotary, seen)
         return x_SBH
 
-    def _positions(self, x_SBH: torch.Tensor) -> tuple[Rotary | None, torch.Tensor | None]:
-        """The rotary tables and the mask that all layers share, made once for a length."""
+    def _seen(self, place: int, mask_SK: torch.Tensor | None) -> Sequence[Seen]:
+        """What each layer's tokens see: by the mask, of whole sequences or of their slice at a place."""
+        if self._slices == 1:
+            return [mask_SK] * len(self.layers)
+        if place == 0:
+            self._attended = [Attended(self._slices, self.transformer.sliding_window) for _ in self.layers]
+        parts = [Slice(place, attended, mask_SK) for attended in self._attended]
+        if place == self._slices - 1:
+            self._attended = []
+        return parts
+
+    def _positions(self, x_SBH: torch.Tensor, place: int = 0) -> tuple[Rotary | None, torch.Tensor | None]:
+        """The rotary tables and the mask that all layers share, made once for a length and a place."""
         length = x_SBH.shape[0] * (self.group.degree if self.group.scatters else 1)
-        key = length, x_SBH.device, x_SBH.dtype
+        key = length, place, x_SBH.device, x_SBH.dtype
         if key not in self._tables:
-            rotates = self.transformer.position == "rotary"
-            rotary = rotary_tables(self.transformer, *key) if rotates else None
-            self._tables[key] = rotary, window_mask(length, self.transformer.sliding_window, x_SBH.device)
+            t, start, alike = self.transformer, place * length, (x_SBH.device, x_SBH.dtype)
+            rotary = rotary_tables(t, length, *alike, start) if t.position == "rotary" else None
+            earlier = start - earliest_key(start, t.sliding_window)
+            self._tables[key] = rotary, attention_mask(length, earlier, t.sliding_window, *alike)
         return self._tables[key]
 
 

@@ -41,8 +41,8 @@ class Pacer:
     and not the mathematics of ranks that share a core, that decide who waits for whom.
     """
 
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: Mapping[str, float], sequence_slices: int = 1) -> None:
+        self._seconds, self._sequence_slices = seconds, sequence_slices
         self._key = ""
         self._parts: dict[str, int] = {}  # of each instruction, as its collectives divided it the last time
         self._met = 0
@@ -68,7 +68,7 @@ class Pacer:
 
     def begin(self, instruction: Compute | OptimizerStep) -> None:
         """Nothing; an instruction begins."""
-        self._key, self._met, self._waited_s = pace_key(instruction), 0, 0.0
+        self._key, self._met, self._waited_s = pace_key(instruction, self._sequence_slices), 0, 0.0
         self._begun_s = time.perf_counter()
 
     def end(self) -> None:

@@ -167,7 +167,9 @@ def is_partial(parameter: Parameter, tensor_parallel: int, sequence_parallel: bo
     return parameter.divided == "kv_heads" and parameter.rows // parameter.unit < tensor_parallel
 
 
-def check_degree(transformer: Transformer, tensor_parallel: int, sequence_length: int, sequence_parallel: bool) -> None:
+def check_degree(
+    transformer: Transformer, tensor_parallel: int, sequence_length: int, sequence_parallel: bool, sequence_slices: int = 1
+) -> None:
     """Nothing. Raises InputError where a tensor-parallel group of this many ranks cannot share a layer."""
     t, degree = transformer, tensor_parallel
     if t.heads % degree:
@@ -176,11 +178,10 @@ def check_degree(transformer: Transformer, tensor_parallel: int, sequence_length
         raise InputError(
             f"the {t.kv_heads} key-value heads of {t.name} neither divide by the tensor-parallel degree {degree} nor divide it"
         )
-    if sequence_parallel and sequence_length % degree:
-        raise InputError(
-            f"with sequence parallelism the tensor-parallel degree must divide the sequence length {sequence_length}, "
-            f"but got {degree}"
-        )
+    length = sequence_length // sequence_slices
+    if sequence_parallel and length % degree:
+        of = f"sequence length {length}" if sequence_slices == 1 else f"length {length} of a slice of the sequences"
+        raise InputError(f"with sequence parallelism the tensor-parallel degree must divide the {of}, but got {degree}")
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,6 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
             raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
     program = compile_plan(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
-        check_degree(t, degree, plan.sequence_length, plan.sequence_parallel)
+        check_degree(t, degree, plan.sequence_length, plan.sequence_parallel, plan.sequence_slices)
     dry_run(program)
     return program

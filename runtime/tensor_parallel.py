@@ -49,7 +49,7 @@ class TensorGroup:
 Some = TypeVar("Some", bound=Callable[..., Any])
 
 
-def _eager(function: Some) -> Some:
+def eager(function: Some) -> Some:
     """The function, which torch.compile leaves as it is: collectives and what a schedule puts off are no part of a graph."""
     uncompiled: Some = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return uncompiled
@@ -106,7 +106,7 @@ def leave(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return x_SBH if group.process_group is None else _left(x_SBH, group)
 
 
-@_eager
+@eager
 def _left(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     left: torch.Tensor = _Leave.apply(x_SBH, group)  # type: ignore[no-untyped-call]
     return left
@@ -225,7 +225,7 @@ class _Linear(torch.autograd.Function):
         return None if of_input is None else _ended(of_input), of_weight, of_bias, None, None, None, None
 
 
-@_eager
+@eager
 def _linear(
     x_SBK: torch.Tensor,
     weight: torch.Tensor,
@@ -325,7 +325,7 @@ def _wide(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-@_eager
+@eager
 def cross_entropy_sum(logits_SBV: torch.Tensor, labels_SB: torch.Tensor, start_row: int, group: TensorGroup) -> torch.Tensor:
     """The negative log likelihood of the labels, summed over all tokens, where this rank has the logits from `start_row` on.
 

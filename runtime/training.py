@@ -57,7 +57,7 @@ def recompute_modes(stage: Stage, layers: LayerRange) -> list[str]:
 
 def model_parts(lane: Lane) -> list[LayerRange]:
     """The ranges of a lane's layers that its model is built in: the finest in which any of its backwards comes."""
-    found = {part for chunk in lane.layers for m in range(lane.micro_batches) for part in lane.parts(chunk, m, backward=True)}
+    found = {part for chunk in lane.layers for m in (0, lane.last_backward) for part in lane.parts(chunk, m, backward=True)}
     return sorted(
         part for part in found if not any(other != part and part[0] <= other[0] <= other[1] <= part[1] for other in found)
     )
@@ -83,7 +83,8 @@ class Trainer:
         self.recorder = Recorder(world.device)
         self.pacer: Pacer | None = None
         if settings.pace is not None:
-            self.pacer = Pacer(read_pace(settings.pace, plan, world.program).seconds[world.device_name])
+            seconds = read_pace(settings.pace, plan, world.program).seconds[world.device_name]
+            self.pacer = Pacer(seconds, plan.sequence_slices)
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
         group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)
@@ -99,6 +100,7 @@ class Trainer:
                 recompute=recompute_modes(stage, layers),
                 compile_layers=settings.compile,
                 deferred=deferred,
+                sequence_slices=plan.sequence_slices,
             )
             for layers in model_parts(lane)
         }

@@ -123,7 +123,7 @@ def message_pairs(plan: Plan, program: Program) -> set[tuple[int, int]]:
             senders, receivers = ranks[lane.name], ranks[peer]
             for i, sender in enumerate(senders):
                 for j, receiver in enumerate(receivers):
-                    start, stop = shared_rows(plan.sequence_length, (i, len(senders)), (j, len(receivers)))
+                    start, stop = shared_rows(plan.slice_length, (i, len(senders)), (j, len(receivers)))
                     if start < stop:
                         found.add((sender, receiver))
     return found

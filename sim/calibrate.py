@@ -54,6 +54,7 @@ from sim.spec.program import (
     Recv,
     Send,
     matching_send,
+    work_key,
 )
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
@@ -228,7 +229,7 @@ def _spans_s(trace: Trace) -> dict[SpanKey, float]:
     found: dict[SpanKey, list[float]] = {}
     for span in trace.spans:
         if isinstance(span.instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
-            key = (span.lane, type(span.instruction), getattr(span.instruction, "layers", None))
+            key = (span.lane, *work_key(span.instruction, trace.plan.sequence_slices))
             found.setdefault(key, []).append(span.end_s - span.start_s)
     return {key: median(seconds) for key, seconds in found.items()}
 
@@ -723,7 +724,7 @@ class Fitting:
         slower: dict[str, list[float]] = {}
         for number, predicted in zip(chosen, logs, strict=True):
             lanes, measured = self._program(number).by_name, self._measured(number)
-            for n, (lane, _, _) in enumerate(self.observations[number].spans_s, 1):
+            for n, (lane, *_) in enumerate(self.observations[number].spans_s, 1):
                 if len(lanes[lane].devices) == 1:
                     slower.setdefault(lanes[lane].devices[0], []).append(float(measured[n] - predicted[n]))
         faster = {f"speed of {name}": -median(some) for name, some in slower.items()}
@@ -769,14 +770,15 @@ class Fitting:
         self._links_used.setdefault(number, frozenset(link.name for link in trace.links))
         lanes, sent, spans = program.by_name, _messages_s(trace), _spans_s(trace)
         cost, owners = ComputeCost(each.plan, cluster), switch_owners(each.plan, program.lanes, cluster)
-        for lane, kind, layers in each.spans_s:
-            taken = work(network, cost, lanes[lane], self._instructions[number][lane, kind, layers])
-            if lane in owners or not (taken.beside or taken.after):
-                spans[lane, kind, layers] = taken.alone_s(network)
+        for key in each.spans_s:
+            lane = lanes[key[0]]
+            taken = work(network, cost, lane, self._instructions[number][key])
+            if lane.name in owners or not (taken.beside or taken.after):
+                spans[key] = taken.alone_s(network)
         # Where it is not predicted that the receiver waits, the message has its links to itself.
         messages = [
-            sent.get(key) or network.alone_s(message(network, each.plan, lanes[key[0]], lanes[key[1].peer], key[1]))
-            for key in each.messages_s
+            sent.get(sender) or network.alone_s(message(network, each.plan, lanes[sender[0]], lanes[sender[1].peer], sender[1]))
+            for sender in each.messages_s
         ]
         seconds = [trace.iteration_s, *map(spans.__getitem__, each.spans_s), *messages]
         peaks = peaks_bytes(each.plan, cluster.stack) if each.peaks_bytes else {}
@@ -787,7 +789,7 @@ class Fitting:
         if number not in self._programs:
             program = self._programs[number] = compile_plan(self.observations[number].plan)
             self._instructions[number] = {
-                (lane.name, type(one), getattr(one, "layers", None)): one
+                (lane.name, *work_key(one, lane.sequence_slices)): one
                 for lane in program.lanes
                 for one in reversed(lane.instructions)
                 if isinstance(one, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep))
@@ -812,7 +814,7 @@ class Fitting:
         repeated = run_spread([each]) or 0.0
         weights = [1 / max(ITERATION_ERROR, repeated / math.sqrt(len(each.iterations_s)))]
         lanes = self._program(number).by_name
-        for (lane, _, _), seconds in each.spans_s.items():
+        for (lane, *_), seconds in each.spans_s.items():
             alone = len(lanes[lane].devices) == 1
             weights.append(1 / ((SPAN_ERROR if alone else LANE_ERROR) + CLOCK_S / max(seconds, CLOCK_S / 10)))
         weights += [1 / (MESSAGE_ERROR + CLOCK_S / max(seconds, CLOCK_S / 10)) for seconds in each.messages_s.values()]

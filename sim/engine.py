@@ -24,7 +24,7 @@ from sim.collector import garbage_collector_paused
 from sim.cost.memory import peak_bytes
 from sim.cost.network import Network
 from sim.cost.sharing import Route, max_min_rates
-from sim.prepared import LaneWork, Prepared, Shape, SpanKey, message_key, work_key
+from sim.prepared import LaneWork, Prepared, Shape, SpanKey, message_key
 from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan
 from sim.spec.program import (
@@ -48,6 +48,7 @@ from sim.spec.program import (
     SendGradient,
     dependencies,
     dry_run,
+    work_key,
 )
 from sim.spec.trace import LinkUse, Span, Trace
 from sim.spec.version import VERSION
@@ -366,7 +367,7 @@ class _Run:
     def _compute(self, state: _LaneState, instruction: Compute | OptimizerStep) -> simpy.Event:
         """Computes; where its collectives share links with others, some beside it, and then waits for those that follow."""
         env, name = self.env, state.lane.name
-        taken = state.works.work[work_key(instruction)]
+        taken = state.works.work[work_key(instruction, state.lane.sequence_slices)]
         start_s, num_bytes = env.now, taken.num_bytes
         computed = env.timeout(taken.seconds)
         if taken.folded or (taken.beside is None and taken.after is None):

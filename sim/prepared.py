@@ -34,18 +34,14 @@ from sim.spec.program import (
     SendActivation,
     SendGradient,
     Sequences,
+    WorkKey,
+    work_key,
 )
 
-WorkKey: TypeAlias = tuple[type[Instruction], LayerRange | None]
-SpanKey: TypeAlias = tuple[str, type[Instruction], LayerRange | None]
-"""A lane, a type of instruction that computes, and its layers: the micro-batches of a lane are alike."""
+SpanKey: TypeAlias = tuple[str, type[Instruction], LayerRange | None, int]
+"""A lane, a type of instruction that computes, its layers, its slice of the sequences: the micro-batches of a lane are alike."""
 
 MessageKey: TypeAlias = tuple[type[Instruction], str, int, Sequences]
-
-
-def work_key(instruction: Compute | OptimizerStep) -> WorkKey:
-    """What decides the work of a compute instruction in its lane: all micro-batches take the same."""
-    return type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers
 
 
 def message_key(instruction: Send) -> MessageKey:
@@ -125,7 +121,7 @@ class _Uses:
             elif isinstance(i, (ReduceGradients, GatherParameters)):
                 collectives.append(i)
             elif isinstance(i, (Compute, OptimizerStep)):
-                first.setdefault(work_key(i), i)
+                first.setdefault(work_key(i, lane.sequence_slices), i)
         return cls(tuple(first.values()), tuple(collectives))
 
 
@@ -186,7 +182,7 @@ class Prepared:
                 own = replace(i, peer=peers[i.peer])
                 messages[message_key(own)] = Shape(message(self.network, self.plan, lane, self.lanes[own.peer], own))
             else:
-                works[work_key(i)] = self._work(lane, i, cost, folded, slowdown)
+                works[work_key(i, lane.sequence_slices)] = self._work(lane, i, cost, folded, slowdown)
         return LaneWork(works, messages)
 
     def _work(self, lane: Lane, instruction: Compute | OptimizerStep, cost: ComputeCost, folded: bool, slowdown: float) -> Work:
@@ -197,7 +193,7 @@ class Prepared:
         beside, after = (Shape(transfer) if transfer else None for transfer in (taken.beside, taken.after))
         seconds = taken.alone_s(self.network) if folded else taken.seconds
         if folded or beside is after is None:
-            seconds = self._known_s.get((lane.name, *work_key(instruction)), seconds)
+            seconds = self._known_s.get((lane.name, *work_key(instruction, lane.sequence_slices)), seconds)
         return Work(seconds, beside, after, folded)
 
     def _computing_alike(self, lanes: Sequence[Lane], built: Mapping[str, str]) -> dict[str, Lane]:

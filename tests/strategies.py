@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
-from sim.spec.plan import COUNTED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import Transformer
 
 DEGREES = (1, 2, 4)
@@ -73,7 +73,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
 
     The pipelines differ in stages, cuts, devices, degrees, replicas, micro-batch size and count; under ZeRO 2 and 3 all but
     cuts and counts. Stages hold as many layer ranges as the schedule takes. End stages may be empty, replicas take uneven
-    shares, some devices are left over.
+    shares, some devices are left over; some schedules take sequences in slices.
     """
     left = draw(st.permutations([device.name for device in cluster.devices]))
     zero_stage = draw(st.integers(0, 3))
@@ -118,10 +118,12 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
     if schedule in COUNTED_SCHEDULES and zero_stage < 2 and draw(st.booleans()):
         pipelines = [pipeline.holding(draw(in_flight(pipeline))) for pipeline in pipelines]
+    sliced = schedule in SLICED_SCHEDULES and zero_stage < 2
     return Plan(
         cluster=cluster.name,
         model=model,
         sequence_length=draw(st.sampled_from((16, 128))),
+        sequence_slices=draw(st.sampled_from((1, 1, 2, 4))) if sliced else 1,
         global_batch=sum(pipeline.sequences for pipeline in pipelines),
         pipelines=tuple(pipelines),
         precision=draw(st.sampled_from(("fp16", "fp32"))),

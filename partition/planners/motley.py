@@ -5,12 +5,12 @@ the layers under memory limits, what each stage recomputes (`partition.assembly`
 by their speed. So the search is over layouts alone:
 
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
-       rows' order and degrees, of micro-batch, schedule (1F1B, plain, split or eager, zero bubble) and where the optimizer's
-       states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each number of
-       pipelines and from random deals, then all the way from the best of these and from the best of many random deals of as many
-       pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the best. Where
-       they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or whose stages
-       hold several ranges of layers (`partition.chunks`), and may be better.
+       rows' order and degrees, of micro-batch, slices of sequences, schedule (1F1B, plain, split or eager, zero bubble) and where
+       the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each
+       number of pipelines and from random deals, then all the way from the best of these and from the best of many random deals
+       of as many pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the
+       best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or
+       whose stages hold several ranges of layers (`partition.chunks`), and may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -138,6 +138,10 @@ DRAWN, DRAWING, ASKED = 1500, 0.15, 60
 """Of so many random deals of as many pipelines, drawn in this share of a descent's time, so many are estimated in another such
 share."""
 
+FOLLOWED, LONGEST = 50, 0.2
+"""The judge takes so many times as long as estimates that follow all messages; of the time that is left it may take such a part
+for an end whose sequences come in slices."""
+
 TRUSTED = 1.15
 """Estimates of so many pipelines are trusted until an end takes so many times as long by the judge."""
 
@@ -155,6 +159,7 @@ LANE_WORK = 40
 
 START_SETTINGS = (
     *(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES)),
+    Settings("split-1f1b", sequence_slices=4),
     Settings("split-1f1b", offload_optimizer=True),
     Settings("split-1f1b", sequence_parallel=True, offload_optimizer=True),
 )
@@ -249,6 +254,8 @@ class _Descent:
     """The best score so far: an end much worse is not judged."""
     cuts: bool = True
     """Whether rows are cut; if not, an end is judged only where that is quick and there are no estimates."""
+    reslices: bool = True
+    """Whether sequences are cut in other slices than in the deal, or, in random deals, at all."""
     until_s: float = 0.0
     """Of the search; no verdict is to come after the next."""
     verdicts_s: float = 0.0
@@ -265,6 +272,8 @@ class _Descended:
     judged: list[tuple[Plan, Verdict, Deal]] = field(default_factory=list)
     unjudged: list[Deal] = field(default_factory=list)
     """Ends whose verdicts would have come too late."""
+    followed: list[tuple[float, Deal]] = field(default_factory=list)
+    """Ends whose verdicts would have taken too long, with their seconds by estimates that follow all messages."""
     longest: tuple[int, float] = (1, 0.0)
     """The most work that was judged, and the seconds that it took."""
     ends: list[tuple[float, Deal]] = field(default_factory=list)
@@ -308,7 +317,7 @@ class _Hunt:
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
-        """By the number of pipelines, the best deal by the judge, and its seconds."""
+        """By the number of pipelines, the best deal by the judge, or by estimates that follow all messages, and its seconds."""
         self.least_s = math.inf
         """The least that a plan on these GPUs takes by the judge; the search's best may be on others, if they are chosen, too."""
         self._slow: set[Plan] = set()
@@ -375,12 +384,12 @@ class _Hunt:
     def judge_soon(self) -> list[tuple[Plan, Verdict]]:
         """Has the best layout so far judged of those that are simulated soon; the verdict, if there is such a layout."""
         ranked = self.ranked()
-        quick = [entry for entry in ranked if self._work(entry[2]) <= FIRST_WORK]
-        least = sorted(ranked, key=lambda entry: self._work(entry[2]))
+        quick = [entry for entry in ranked if self._work(entry[2], entry[1].settings) <= FIRST_WORK]
+        least = sorted(ranked, key=lambda entry: self._work(entry[2], entry[1].settings))
         told = []
         for _, layout, draft in (quick or least)[:1]:
             plan = make_plan(self.search.cluster, self.job, draft, layout.settings)
-            with self._clocked(draft):
+            with self._clocked(draft, layout.settings):
                 verdict = self.search.consider(plan)
             if isinstance(verdict, Cost):
                 self.least_s = min(self.least_s, self.charges.judged_s(plan, verdict))
@@ -409,7 +418,7 @@ class _Hunt:
         if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
             best_s, best, draft = self.ranked()[0]
             if best_s < self.least_s:
-                with self._clocked(draft):
+                with self._clocked(draft, best.settings):
                     self.judged([(draft, best.settings)])
         for _, deal in self.ends.values():  # no start may fit where these do
             layout = self.deals.layout(deal)
@@ -456,7 +465,7 @@ class _Hunt:
         if self.estimates is not None:  # which tell the schedules apart
             for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
                 for name in SPLIT_SCHEDULES if settings.zero_stage < 2 and len(draft[0].stages) > 1 else ():
-                    add(math.inf, draft, replace(settings, schedule=name))
+                    add(math.inf, draft, settings.under(name))
         near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
         self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 
@@ -520,23 +529,26 @@ class _Hunt:
     def _deal(self, dealers: _Dealers, seed: int, now_s: float, left_s: float) -> None:
         """See `deal`; all of it within so many seconds from a moment of the search."""
         least_s = self.deal_s(self.firsts[0])
-        settling = [_Descent(start, [seed, n], least_s, cuts=False) for n, start in enumerate(self.firsts)]
+        # What is best in slices is seldom near to what is best whole, so that both are looked for.
+        settling = [_Descent(start, [seed, n], least_s, cuts=False, reslices=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
             return
         settled.sort(key=lambda entry: entry[0])
         near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
-        drawing = [_Descent(None, [seed, n], least_s, cuts=False, numbers=numbers) for n in range(DEALERS)]
+        drawing = [_Descent(None, [seed, n], least_s, cuts=False, reslices=n % 2 == 0, numbers=numbers) for n in range(DEALERS)]
         settled = sorted([*settled, *self._descend_all(dealers, drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
         least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
         near = self._unlike_ends(settled)
-        firsts = [near[n % len(near)] for n in range(FIRSTS)]
-        self._descend_all(
-            dealers, [_Descent(start, [seed, n], least_s) for n, start in enumerate(firsts)], now_s + DESCENDED * left_s
-        )
+        firsts = [_Descent(near[n // 2 % len(near)], [seed, n], least_s, reslices=n % 2 == 0) for n in range(FIRSTS)]
+        self._descend_all(dealers, firsts, now_s + DESCENDED * left_s)
         # Rows that are cut may make the best of a number of pipelines that was behind before.
-        passed = {deal.pipelines: deal for deal in reversed(near) if deal.pipelines not in {first.pipelines for first in firsts}}
+        passed = {
+            deal.pipelines: deal
+            for deal in reversed(near)
+            if deal.pipelines not in {first.start.pipelines for first in firsts if first.start}
+        }
         if passed and left_s >= len(passed) * PASSED_S:
             begins = [_Descent(deal, [seed, n], least_s) for n, deal in enumerate(passed.values())]
             self._descend_all(dealers, begins, now_s + PASSED * left_s)
@@ -594,6 +606,8 @@ class _Hunt:
                     self.search.take(plan, verdict)
                     self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
                     dealers.judged.append((plan, verdict))
+                for seconds, deal in found.followed:
+                    self._note_seconds(self.ends, seconds, deal)
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -624,12 +638,12 @@ class _Hunt:
 
         def judged_s(deal: Deal) -> float:
             drafted = self._drafted(deal)
-            if drafted is None or self.search.past(task.verdicts_s - self._expected_s(drafted[0])):
+            if drafted is None or self.search.past(task.verdicts_s - self._expected_s(*drafted)):
                 return math.inf
-            if late() and self._work(drafted[0]) > QUICK_WORK:
+            if late() and self._work(*drafted) > QUICK_WORK:
                 return math.inf
             plan = make_plan(self.search.cluster, self.job, *drafted)
-            with self._clocked(drafted[0]):
+            with self._clocked(*drafted):
                 verdict = self.search.consider(plan)
             tell((plan, verdict))
             found.judged.append((plan, verdict, deal))
@@ -637,10 +651,18 @@ class _Hunt:
 
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
+            followed = False
+            if seconds < least_s * SLOW_WORTH and deal.settings.sequence_slices > 1 and not self._quick(deal):
+                seconds, followed = self._followed_s(seconds, deal, task.verdicts_s)
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
                 return math.inf
             if deal.pipelines in ends and seconds > self._slack(deal.pipelines) * ends[deal.pipelines][0]:
                 return math.inf
+            if followed:
+                found.followed.append((seconds, deal))
+                self._note_seconds(ends, seconds, deal)
+                least_s = min(least_s, seconds)
+                return seconds
             judged = judged_s(deal)
             if judged < math.inf:
                 least_s = min(least_s, seconds if self.estimates is None else judged)
@@ -650,19 +672,19 @@ class _Hunt:
             return judged
 
         def confirmed_s(deal: Deal) -> float:
-            # Far from the best the judge would say nothing new.
+            # Far from the best the judge would say nothing new, and where sequences come in slices it may take too long for that.
             seconds = self.deal_s(deal)
-            return judged_s(deal) if seconds < WORTH * least_s else WORTH * seconds
+            return judged_s(deal) if seconds < WORTH * least_s and self._quick(deal) else WORTH * seconds
 
         def descended(begin: Deal, splits: bool = True, cuts: bool = True, hope_s: float = math.inf) -> tuple[float, Deal]:
             confirm = None if self._trusts(begin.pipelines) or not self._quick(begin) else confirmed_s
-            seconds, end = self.deals.descended(begin, self.deal_s, rng, late, confirm, splits, cuts, hope_s)
+            seconds, end = self.deals.descended(begin, self.deal_s, rng, late, confirm, splits, cuts, hope_s, task.reslices)
             judged = judge_end(seconds, end) if cuts or (self.estimates is None and self._quick(end)) else math.inf
             return (judged if judged < math.inf else seconds), end
 
         with suppress(BudgetSpent):  # what it has found counts
             if task.start is not None:
-                begins = self._begins(task.start, rng, task.until_s) if task.cuts else [task.start]
+                begins = self._begins(task, task.start, rng) if task.cuts else [task.start]
                 for begin in begins:
                     if not found.ends or not late():
                         found.ends.append(descended(begin, task.cuts, task.cuts))
@@ -670,7 +692,7 @@ class _Hunt:
             for number in cycle(task.numbers):
                 if late() or since > PATIENCE:
                     break
-                drawn = min((self.deals.drawn(number, rng) for _ in range(FEW_DRAWN)), key=self._pace_s)
+                drawn = min((self.deals.drawn(number, rng, slices=task.reslices) for _ in range(FEW_DRAWN)), key=self._pace_s)
                 found.ends.append(descended(drawn, splits=False, cuts=False))
                 best_s, since = min(best_s, found.ends[-1][0]), 0 if found.ends[-1][0] < best_s else since + 1
             best_s, since = math.inf, 0
@@ -686,20 +708,34 @@ class _Hunt:
         found.longest = self.longest
         return found
 
-    def _begins(self, deal: Deal, rng: np.random.Generator, until_s: float) -> list[Deal]:
+    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> tuple[float, bool]:
+        """Seconds of a deal whose messages are all followed by the estimates, and whether the judge would take too long for it.
+
+        Until a moment of the search; how long it takes is told by how long it takes to follow the messages.
+        """
+        drafted = self._drafted(deal)
+        if self.estimates is None or drafted is None:
+            return seconds, False
+        began_s = self.search.elapsed_s
+        followed_s = self.draft_s(*drafted, math.inf)
+        now_s = self.search.elapsed_s
+        self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
+        return followed_s, FOLLOWED * (now_s - began_s) > LONGEST * (until_s - now_s)
+
+    def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
         """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
 
         All of these have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
         their estimates.
         """
-        now_s = self.search.elapsed_s
+        now_s, until_s = self.search.elapsed_s, task.until_s
         paces: dict[Deal, float] = {}
         drafted = self._drafted(deal)
         short = drafted is None or _is_short(*drafted)
         for _ in range(DRAWN):
             if self.search.past(now_s + DRAWING * (until_s - now_s)):
                 break
-            drawn = self.deals.drawn(deal.pipelines, rng, short)
+            drawn = self.deals.drawn(deal.pipelines, rng, short, task.reslices)
             if drawn not in paces:
                 paces[drawn] = self._pace_s(drawn)
         best: tuple[float, Deal] | None = None
@@ -718,9 +754,13 @@ class _Hunt:
         if not isinstance(verdict, Cost):
             return math.inf
         seconds = self.charges.judged_s(plan, verdict)
+        self._note_seconds(ends, seconds, deal)
+        return seconds
+
+    def _note_seconds(self, ends: dict[int, tuple[float, Deal]], seconds: float, deal: Deal) -> None:
+        """Nothing; takes a deal down if none of as many pipelines is better."""
         if deal.pipelines not in ends or seconds < ends[deal.pipelines][0]:
             ends[deal.pipelines] = seconds, deal
-        return seconds
 
     def _pace_s(self, deal: Deal) -> float:
         """Seconds of an iteration of a deal by the pace of its pipelines; infinite where it cannot be cut."""
@@ -728,34 +768,34 @@ class _Hunt:
         dealt = None if layout is None else self.assembly.dealt(layout.pipelines, layout.micro_batch, layout.settings)
         return math.inf if layout is None or dealt is None else self.charges.least_s(dealt.pace_s, _devices(layout))
 
-    def _expected_s(self, draft: Draft) -> float:
+    def _expected_s(self, draft: Draft, settings: Settings) -> float:
         """Seconds that the judge may take for a draft, by what it has taken for the one of the most work so far."""
         work, seconds = self.longest
-        return seconds * self._work(draft) / work
+        return seconds * self._work(draft, settings) / work
 
-    def _work(self, draft: Draft) -> int:
+    def _work(self, draft: Draft, settings: Settings) -> int:
         """How much work the simulation of a draft is, which runs one of the pipelines that behave alike."""
         lanes = sum(len(pipeline.stages) for pipeline in draft)
-        return simulation_work(unlike(draft, self.search.cluster)) + LANE_WORK * lanes
+        return simulation_work(unlike(draft, self.search.cluster), settings.sequence_slices) + LANE_WORK * lanes
 
-    def _soon(self, draft: Draft) -> bool:
+    def _soon(self, draft: Draft, settings: Settings) -> bool:
         """Whether the judge may say of a draft what it takes, and there is time to have several of them judged."""
-        soon = self._expected_s(draft) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
+        soon = self._expected_s(draft, settings) <= self._left_s(1.0) * min(cores(), TOGETHER) / TOGETHER
         self.search.cut = self.search.cut or not soon
         return soon
 
     @contextmanager
-    def _clocked(self, draft: Draft) -> Iterator[None]:
+    def _clocked(self, draft: Draft, settings: Settings) -> Iterator[None]:
         """Notes how long the judge takes within this for a draft; nothing where that was judged before."""
         judged, began_s = self.search.judged, self.search.elapsed_s
         yield
         if self.search.judged > judged:
-            self.longest = max(self.longest, (self._work(draft), self.search.elapsed_s - began_s))
+            self.longest = max(self.longest, (self._work(draft, settings), self.search.elapsed_s - began_s))
 
     def _quick(self, deal: Deal) -> bool:
         """Whether a deal is simulated soon."""
         drafted = self._drafted(deal)
-        return drafted is not None and self._work(drafted[0]) <= QUICK_WORK
+        return drafted is not None and self._work(*drafted) <= QUICK_WORK
 
     def _drafted(self, deal: Deal) -> tuple[Draft, Settings] | None:
         """The draft of a deal, and its settings; None where it has none."""
@@ -802,8 +842,10 @@ class _Hunt:
             ):
                 if self.search.past(until_s):
                     return
-                settings = Settings(schedule, zero_stage, sequence_parallel, offload, ahead=ahead)
-                self.score_s(replace(layout, micro_batch=size, settings=settings))
+                settings = replace(
+                    layout.settings, zero_stage=zero_stage, sequence_parallel=sequence_parallel, offload_optimizer=offload
+                )
+                self.score_s(replace(layout, micro_batch=size, settings=settings.under(schedule, ahead)))
 
     def explore(self) -> None:
         """Anneals from the best layouts."""
@@ -1044,10 +1086,13 @@ class _Hunt:
     def _reset(self, layout: Layout) -> Layout:
         """The layout with another micro-batch, or other settings."""
         settings = layout.settings
-        choice = self._draw(6)
+        choice = self._draw(7)
         if choice == 4:
             schedule, ahead = self.deals.schedules[self._draw(len(self.deals.schedules))]
-            return replace(layout, settings=replace(settings, schedule=schedule, ahead=ahead))
+            return replace(layout, settings=settings.under(schedule, ahead))
+        if choice == 6:
+            others = list(self.deals.resliced(settings))
+            return replace(layout, settings=others[self._draw(len(others))]) if others else layout
         if choice == 0:
             return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
         if choice in (1, 5):
@@ -1398,7 +1443,10 @@ class _Hunt:
         It asks for them in their order, until they are by their estimates worse than the best so far.
         """
         best: tuple[float, Draft, Settings] | None = None
-        entries = [entry for entry in entries if self._soon(entry[1])] or entries
+        first, soon = entries[:1], [entry for entry in entries if self._soon(*entry[1:])]
+        if soon and soon[:1] != first and self._expected_s(*first[0][1:]) <= self._left_s(1.0):
+            soon = [*first, *soon]
+        entries = soon or entries
         for at in range(0, len(entries), TOGETHER):
             if best is not None and (entries[at][0] > self._slack(len(entries[at][1])) * best[0] or self.late(JUDGED)):
                 break
@@ -1532,7 +1580,7 @@ class _Hunt:
         for s in which if settings.zero_stage < 2 else ():  # of others `Room` knows nothing
             devices, layers = stages[s].replicas[0].devices, stages[s].layer_count
             held = self.room.stage(copies, len(devices), pipeline.micro_batch, settings, s == 0, s == last)
-            flying = held_by(settings.schedule, pipeline, s)
+            flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
             amount = held.least_recomputation(self.room.capacity_bytes(devices), layers, flying)
             if amount is not None:
                 stages[s] = recomputing(stages[s], amount)

@@ -25,7 +25,7 @@ from sim.spec.counts import (
 )
 from sim.spec.gpu import GpuKind, at_speed
 from sim.spec.plan import LayerRange, Plan, tensor_groups
-from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep
+from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep, work_key
 from sim.spec.stack import Stack
 
 HOST_BYTES_PER_S = 120e9
@@ -132,7 +132,7 @@ class ComputeCost:
         self._seconds: dict[object, float] = {}
         self._both: dict[object, tuple[float, float]] = {}
         self._collectives: dict[object, tuple[TensorCollective, ...]] = {}
-        self._pieces: dict[str, tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
+        self._pieces: dict[tuple[str, int], tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
         self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
         self._lanes: dict[str, Lane] = {}
@@ -149,7 +149,7 @@ class ComputeCost:
 
         Raises TypeError for an instruction that computes nothing, InputError where a device lacks the plan's precision.
         """
-        key = (lane.name, instruction.__class__, getattr(instruction, "layers", None))
+        key = _key(lane, instruction, "compute time")
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._optimizer_s(lane) if isinstance(instruction, OptimizerStep) else self._compute_s(lane, instruction)
@@ -171,7 +171,7 @@ class ComputeCost:
         and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668); with sequence parallelism each tensor rank sends
         its part of the tokens.
         """
-        key = (lane.name, instruction.__class__, getattr(instruction, "layers", None))
+        key = _key(lane, instruction, "collectives")
         found = self._collectives.get(key)
         if found is None:
             alone = len(lane.devices) == 1 and self.plan.expert_parallel == 1
@@ -191,19 +191,21 @@ class ComputeCost:
         # Where messages keep a stage, the instructions before and after them take longer.
         edges = [(edge.peer, edge.sequences) for edge in lane.previous if edge.layer == start]
         edges += [(edge.peer, edge.sequences) for edge in lane.next if edge.layer == stop]
-        return instruction.__class__, inside, once, _beside_exchange(lane, instruction), tuple(edges)
+        place = lane.slice_of(instruction.micro_batch)
+        return instruction.__class__, inside, once, _beside_exchange(lane, instruction), tuple(edges), place
 
-    def pieces(self, lane: Lane) -> tuple[PieceSeconds, PieceSeconds, PieceSeconds]:
-        """One layer, the embedding and the head for the lane's share of a micro-batch on its devices."""
-        found = self._pieces.get(lane.name)
+    def pieces(self, lane: Lane, place: int = 0) -> tuple[PieceSeconds, PieceSeconds, PieceSeconds]:
+        """One layer, the embedding and the head for the lane's share of a micro-batch on its devices; of its slice at a place."""
+        found = self._pieces.get((lane.name, place))
         if found is None:
             plan, stack, kinds = self.plan, self.stack, self._kinds(lane)
-            model, length, precision = plan.transformer, plan.sequence_length, plan.precision
+            model, length, precision = plan.transformer, plan.slice_length, plan.precision
+            before = place * length
             share = lane.sequences[1] - lane.sequences[0]
             split = (lane.tensor_parallel, plan.sequence_parallel, precision, plan.context_parallel)
             experts, ends = plan.expert_parallel, (lane.tensor_parallel, precision, plan.context_parallel)
-            found = self._pieces[lane.name] = (
-                slowest([layer_seconds(kind, stack, model, share, length, *split, experts) for kind in kinds]),
+            found = self._pieces[lane.name, place] = (
+                slowest([layer_seconds(kind, stack, model, share, length, *split, experts, before) for kind in kinds]),
                 slowest([embedding_seconds(kind, stack, model, share, length, *ends) for kind in kinds]),
                 slowest([head_seconds(kind, stack, model, share, length, *split) for kind in kinds]),
             )
@@ -267,9 +269,7 @@ class ComputeCost:
 
     def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""
-        if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
-            raise TypeError(f"no compute time for {instruction!r}")
-        key = (lane.name, instruction.__class__, instruction.layers)
+        key = _key(lane, instruction, "compute time")
         both = self._both.get(key)
         if both is None:
             both = self._both[key] = self._device_and_host_s(lane, instruction)
@@ -278,7 +278,8 @@ class ComputeCost:
     def _device_and_host_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """See `_both_s`."""
         count, full, selective, pointwise, embedding, head = self._inside(lane, instruction.layers)
-        pieces, stack = list(zip((count, embedding, head), self.pieces(lane), strict=True)), self.stack
+        known, stack = self.pieces(lane, lane.slice_of(instruction.micro_batch)), self.stack
+        pieces = list(zip((count, embedding, head), known, strict=True))
         layer = pieces[0][1]
         seconds, kernels = 0.0, 0
         if isinstance(instruction, Forward):
@@ -310,7 +311,7 @@ class ComputeCost:
         if not isinstance(instruction, (Forward, Backward, BackwardInput)):
             return 0.0
         count, full, selective, _, _, _ = self._inside(lane, instruction.layers)
-        layer = self.pieces(lane)[0]
+        layer = self.pieces(lane, lane.slice_of(instruction.micro_batch))[0]
         if isinstance(instruction, Forward):
             return count * layer.attention_s
         return count * layer.attention_backward_s + (full + selective) * layer.attention_s
@@ -342,13 +343,11 @@ class ComputeCost:
 
     def _collectives_inside(self, lane: Lane, instruction: Compute) -> tuple[TensorCollective, ...]:
         """See `collectives`."""
-        if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
-            raise TypeError(f"no collectives for {instruction!r}")
         plan, model = self.plan, self.plan.transformer
         count, full, selective, _, embedding, head = self._inside(lane, instruction.layers)
         share, degree = lane.sequences[1] - lane.sequences[0], lane.tensor_parallel
-        tokens, element_bytes = share * plan.sequence_length // plan.context_parallel, PRECISION_BYTES[plan.precision]
-        inside = boundary_bytes(model, share, plan.sequence_length, element_bytes) // plan.context_parallel
+        tokens, element_bytes = share * plan.slice_length // plan.context_parallel, PRECISION_BYTES[plan.precision]
+        inside = boundary_bytes(model, share, plan.slice_length, element_bytes) // plan.context_parallel
         at_ends = tokens * model.embedding_width * element_bytes
         forward = isinstance(instruction, Forward)
         inputs = isinstance(instruction, (Backward, BackwardInput))
@@ -373,6 +372,13 @@ class ComputeCost:
             routed = inside * model.experts.top_k / (degree if plan.sequence_parallel else 1)
             _add(tally, "all_to_all", routed, 2 * passes, "expert")
         return tuple(TensorCollective(kind, num_bytes, n, group) for (kind, num_bytes, group), n in tally.items())
+
+
+def _key(lane: Lane, instruction: Compute | OptimizerStep, asked: str) -> object:
+    """What decides the work of an instruction. Raises TypeError for one that computes nothing."""
+    if not isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
+        raise TypeError(f"no {asked} for {instruction!r}")
+    return lane.name, *work_key(instruction, lane.sequence_slices)
 
 
 def _launched_s(device_s: float, host_s: float) -> float:

@@ -72,8 +72,10 @@ from sim.spec.program import (
     SendActivation,
     SendGradient,
     Sequences,
+    WorkKey,
     dependencies,
     dry_run,
+    work_key,
 )
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
@@ -102,10 +104,6 @@ def estimation(cluster: Cluster, job: Job) -> Forecast:
 
 
 # --- What is under way -----------------------------------------------------------------------------------------------
-
-
-Work: TypeAlias = tuple[type[Instruction], LayerRange | None]
-"""Instructions of one lane that take equally long: their type and layers."""
 
 
 class _Form:
@@ -164,7 +162,7 @@ class _Folded:
         self._wired: list[int] = []
         """The colours with which `_wire_s` was found."""
         self._refine({})
-        self._tensor: list[dict[Work, tuple[Transfer, float]]] = [{} for _ in self.lanes]
+        self._tensor: list[dict[WorkKey, tuple[Transfer, float]]] = [{} for _ in self.lanes]
         self._refine(self._tensors())
         groups: dict[int, list[int]] = {}
         for n, colour in enumerate(self._colour):
@@ -303,7 +301,7 @@ class _Folded:
                     capacities = capacities if len(capacities) == len(self.network.links) else self.network.capacities()
                     known[collectives] = transfers, _alike_s(transfers, capacities)
                 for n, transfer, wire_s in zip(group, *known[collectives], strict=True):
-                    self._tensor[n][work_of(instruction)] = (transfer, wire_s)
+                    self._tensor[n][self._key(instruction)] = (transfer, wire_s)
             for transfers, times in known.values():
                 for n, transfer, wire_s in zip(group, transfers, times, strict=True):
                     signatures[n] = (*signatures.get(n, ()), _rounded(wire_s), _rounded(transfer.latency_s))
@@ -320,11 +318,15 @@ class _Folded:
     def work(self, lane: Lane) -> list[Compute]:
         """One instruction of each form of a lane's forwards and backwards."""
         few = min(lane.micro_batches, 2)  # the last micro-batch may be divided otherwise than the others
-        found: dict[Work, Compute] = {}
+        found: dict[WorkKey, Compute] = {}
         for instruction in self.instructions(lane, few):
             if isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight)):
-                found.setdefault(work_of(instruction), instruction)
+                found.setdefault(self._key(instruction), instruction)
         return list(found.values())
+
+    def _key(self, instruction: Compute | OptimizerStep) -> WorkKey:
+        """What the time of an instruction depends on, besides its lane."""
+        return work_key(instruction, self.plan.sequence_slices)
 
     def inside(self, lane: Lane, instruction: Compute) -> Transfer:
         """The transfer of all collectives inside one instruction."""
@@ -359,7 +361,7 @@ class _Folded:
 
         None, where there are none that could meet others; the first's alone, where it has its links to itself.
         """
-        numbers, key, lane = self.groups[group], work_of(instruction), self.standing[group]
+        numbers, key, lane = self.groups[group], self._key(instruction), self.standing[group]
         if len(lane.devices) > 1 and self._alone(lane):
             if lane.name in self._owners:
                 return [], 0.0
@@ -379,11 +381,6 @@ class _Folded:
         """The transfer of a gradient reduction or parameter gather over all lanes of some groups."""
         members = sorted(n for group in groups for n in self.groups[group])
         return exchange(self.network, self.plan, instruction, [self.lanes[n] for n in members])
-
-
-def work_of(instruction: Compute | OptimizerStep) -> Work:
-    """What the time of an instruction depends on, besides its lane."""
-    return type(instruction), None if isinstance(instruction, OptimizerStep) else instruction.layers
 
 
 def _rounded(seconds: float) -> float:
@@ -409,7 +406,7 @@ class _Step:
     before: int
     """The lane's end before it."""
     duration: int
-    work: Work | None
+    work: WorkKey | None
     waits_for: str | None
 
 
@@ -461,8 +458,8 @@ class _Layout:
         self._collected: dict[Collective, int] = {}
         self._sends: list[dict[object, int]] = [{} for _ in lanes]
         self._receives: list[dict[object, int]] = [{} for _ in lanes]
-        self._works: list[dict[Work, int]] = [{} for _ in lanes]
-        self._labels: list[tuple[int, Work] | None] = []
+        self._works: list[dict[WorkKey, int]] = [{} for _ in lanes]
+        self._labels: list[tuple[int, WorkKey] | None] = []
         self.chain.steps = [[] for _ in lanes]
         waiting = {OptimizerStep}
         self._waiting = [waiting | ({Forward, Backward, BackwardInput} if lane.split == "all" else set()) for lane in lanes]
@@ -511,7 +508,7 @@ class _Layout:
         self._at[g] = at
         return at - begun
 
-    def _link(self, i: int, j: int, k: int, l: int, label: tuple[int, Work] | None = None) -> int:  # noqa: E741
+    def _link(self, i: int, j: int, k: int, l: int, label: tuple[int, WorkKey] | None = None) -> int:  # noqa: E741
         self._links.append((i, j, k, l))
         self._labels.append(label)
         return len(self._links)
@@ -539,7 +536,7 @@ class _Layout:
                         latest, cause = end, REDUCTION if isinstance(other, ReduceGradients) else GATHER
             if latest:
                 waits.append((latest, 0, cause))
-        work = work_of(instruction)
+        work = work_key(instruction, self._estimate.plan.sequence_slices)
         number = self._works[g].get(work)
         if number is None:
             number = self._works[g][work] = self._estimate.work_number(g, instruction)
@@ -647,7 +644,7 @@ class _Layout:
 
     def _balanced(self, begin: int, end: int) -> int:
         """For how many micro-batches some links have all the work of every lane; 0 where they do not."""
-        counts: dict[tuple[int, Work], int] = {}
+        counts: dict[tuple[int, WorkKey], int] = {}
         for label in self._labels[begin:end]:
             if label is not None:
                 counts[label] = counts.get(label, 0) + 1
@@ -655,14 +652,14 @@ class _Layout:
         if len(times) != 1:
             return 0
         for g, works in enumerate(self._works):
-            sums: dict[type[Instruction], int] = {}
-            for group, (kind, layers) in counts:
+            sums: dict[tuple[type[Instruction], int], int] = {}
+            for group, (kind, layers, place) in counts:
                 if group == g and layers is not None:
-                    sums[kind] = sums.get(kind, 0) + layers[1] - layers[0]
-            every = {kind for kind, _ in works if kind is not OptimizerStep}
+                    sums[kind, place] = sums.get((kind, place), 0) + layers[1] - layers[0]
+            every = {(kind, place) for kind, _, place in works if kind is not OptimizerStep}
             if set(sums) != every or len(set(sums.values())) != 1:
                 return 0
-            if any(kind is Forward and (g, (kind, layers)) not in counts for kind, layers in works):
+            if any(work[0] is Forward and (g, work) not in counts for work in works):
                 return 0
         return times.pop()
 
@@ -767,7 +764,7 @@ class Estimate:
         self.plan, self.cluster = plan, cluster
         self.network = network if network is not None else Network(cluster)
         self.folded = _Folded(plan, cluster, self.network, ComputeCost(plan, cluster))
-        self.tensor_forms: dict[tuple[int, Work], tuple[int, ...]] = {}
+        self.tensor_forms: dict[tuple[int, WorkKey], tuple[int, ...]] = {}
         self.wire_numbers: list[int] = []
         self.latency_numbers: list[int] = []
         self._forms: list[_Form] = []
@@ -776,7 +773,7 @@ class Estimate:
         self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], int] = {}
         self._fixed: list[float] = [0.0]
         self._work: dict[object, _Timed] = {}
-        self._work_numbers: dict[tuple[int, Work], int] = {}
+        self._work_numbers: dict[tuple[int, WorkKey], int] = {}
         self._sums: dict[tuple[int, int], int] = {}
         self._chains: dict[int | None, _Chain] = {}
         self._depth = max(len(pipeline.stages) for pipeline in plan.pipelines)
@@ -831,7 +828,7 @@ class Estimate:
 
     def work_number(self, g: int, instruction: Compute | OptimizerStep) -> int:
         """The number of the duration of some work of a group's lane."""
-        key = (g, work_of(instruction))
+        key = (g, work_key(instruction, self.plan.sequence_slices))
         if key not in self._work_numbers:
             shape = (g, self.folded.cost.shape(self.folded.standing[g], instruction))
             timed = self._work.get(shape)

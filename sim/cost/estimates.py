@@ -164,6 +164,7 @@ class Estimates:
             plan.gradient_precision,
             plan.context_parallel,
             plan.expert_parallel,
+            plan.sequence_slices,
             plan.shard_group,
             plan.offload_optimizer,
         )
@@ -236,7 +237,7 @@ class Estimates:
         peaks: dict[str, int] = {}
         for group, num_bytes in zip(numbers.tolist(), found.num_bytes.tolist(), strict=True):
             peaks.update(dict.fromkeys(groups.names[group], int(num_bytes)))
-        micro_batches = np.repeat(found.pipelines[:, 2], np.diff(found.pipelines[:, 0], prepend=0))
+        micro_batches = np.repeat(found.pipelines[:, 2] // settings.slices, np.diff(found.pipelines[:, 0], prepend=0))
         sequences = (lanes[:, compiled.TO] - lanes[:, compiled.FROM]) * micro_batches
         recomputed = [int(looks[:, column] @ sequences) for column in (compiled.SELECTIVE, compiled.WHOLLY)]
         again = sum(n * each for n, each in zip(recomputed, settings.recompute_flop, strict=True))
@@ -275,7 +276,7 @@ class _Numbers(NamedTuple):
     lanes: array[int]
     """Rows, one after the other."""
     pipelines: array[int]
-    """Rows, too: the lane after its last, its depth, its micro-batches."""
+    """Rows, too: the lane after its last, its depth, the slices of its micro-batches."""
     shards: NDArray[np.float64]
     embeddings: int
     """Over how many the state of the embedding is divided."""
@@ -564,9 +565,9 @@ class _Settings:
             and plan.shard_group is None
             and not stack.keeps_messages(len(cluster.nodes))
         )
-        self._schedule, self._zero_stage = plan.schedule, plan.zero_stage
+        self._schedule, self._zero_stage, self.slices = plan.schedule, plan.zero_stage, plan.sequence_slices
         self._halves = SCHEDULES[plan.schedule].splits_backward
-        self._sequence_length = plan.sequence_length if plan.sequence_parallel else 0
+        self._divided_length = plan.slice_length if plan.sequence_parallel else 0
         self._overlap, self._model = plan.overlap_gradients, model
         self._rules = rules_of(plan, stack)
         self._per_bucket = self._rules.bucket_layers
@@ -574,7 +575,7 @@ class _Settings:
         per_layer, embedding, head = layer_parameters(model), embedding_parameters(model), head_parameters(model)
         self.sizes = compiled.Sizes(
             layers=model.layers,
-            boundary_bytes=float(boundary_bytes(model, 1, plan.sequence_length, element_bytes)),
+            boundary_bytes=float(boundary_bytes(model, 1, plan.slice_length, element_bytes)),
             layer_gradient_bytes=float(per_layer * gradient_bytes),
             embedding_gradient_bytes=float(embedding * gradient_bytes),
             head_gradient_bytes=float(head * gradient_bytes),
@@ -599,6 +600,7 @@ class _Settings:
         self.recompute_flop = [layer_recompute_flop(model, one, one, mode) for mode in ("selective", "full")]
         self.looks = _Column(np.float64, width=compiled.LOOK_COLUMNS)
         """Of each stage that looks unlike those before: see `sim.cost.recurrence.Tables`."""
+        self._pass_s = _Column(np.float64, width=2 * self.slices)
         self._known: dict[_Key, int] = {}
         self._seen: list[_Look] = []
         self._each_layer: list[int] = []
@@ -625,6 +627,7 @@ class _Settings:
             self._tables_groups = len(groups.names)
             self._tables = self._compiled.Tables(
                 self.looks.rows,
+                self._pass_s.rows.reshape(-1, 2, self.slices),
                 self._steps.rows,
                 self._step_first.values,
                 self._part_first.values,
@@ -664,7 +667,7 @@ class _Settings:
             if found[1] is None:
                 return self._uneven_numbers(replace(self._plan, pipelines=tuple(pipelines)))
             lanes += found[1]
-            depth, micro_batches = len(pipeline.stages), pipeline.micro_batches
+            depth, micro_batches = len(pipeline.stages), pipeline.micro_batches * self.slices
             steps, count = steps + depth * micro_batches, count + depth
             bounds.extend((count, depth, micro_batches))
         if steps > MOST_STEPS:
@@ -679,7 +682,7 @@ class _Settings:
         """
         in_parts = shared and self._overlap and self._per_bucket == 1
         group_of, alike, known, rows = self._groups.known, self._groups.alike, self._known, array("q")
-        stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches
+        stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches * self.slices
         depth, at, parts = len(stages), 0, -1
         tied = self._model.tied_embeddings and depth > 1
         for place, stage in enumerate(stages):
@@ -705,8 +708,9 @@ class _Settings:
             flying = stage.in_flight
             if flying is None:
                 flying = int(in_flight(self._schedule, depth, place, micro_batches))
+            flying = min(flying + self.slices - 1, micro_batches)
             exchanges = shared or (tied and end > 0)
-            rows.extend((look, group, parts, start, stop, 0, share, place, min(flying, micro_batches), stop - start, exchanges))
+            rows.extend((look, group, parts, start, stop, 0, share, place, flying, stop - start, exchanges))
         return rows
 
     def _shards(self, copies: int) -> NDArray[np.float64]:
@@ -731,11 +735,11 @@ class _Settings:
         shards: list[float] = []
         count = steps = 0
         for pipeline in plan.pipelines:
-            depth, micro_batches = len(pipeline.stages), pipeline.micro_batches
+            depth, micro_batches = len(pipeline.stages), pipeline.micro_batches * self.slices
             for place, s in enumerate(pipeline.visiting_order):
                 stage, at = pipeline.stages[s], 0
                 (start, stop), end = stage.layers[0], (place == 0) + 2 * (place == depth - 1)
-                flying = held_by(self._schedule, pipeline, place)
+                flying = held_by(self._schedule, pipeline, place, slices=self.slices)
                 holding = [held.layers[start]] if start < stop else []
                 holding += [held.embedding] if end & 1 or (end and model.tied_embeddings) else []
                 holding += [held.head] if end & 2 else []
@@ -792,7 +796,7 @@ class _Settings:
         look = _Look(alike, share, ends, layers, counts["full"], counts["selective"], counts["pointwise"])
         rules = self._rules
         degree = len(self._groups.alike_names[look.alike])
-        row = [0.0] * self._compiled.LOOK_COLUMNS
+        row, passes = [0.0] * self._compiled.LOOK_COLUMNS, [0.0] * (2 * self.slices)
         if self._can_divide(degree):
             embedding, head = bool(ends & 1), bool(ends & 2)
             shape = LaneShape(
@@ -815,9 +819,10 @@ class _Settings:
             )
             parts, held = shape_parts(rules, shape), rules.parameters(degree)
             logits, logits_gradient = logits_bytes(rules, shape) if head else (0, 0)
+            backward = BackwardInput if self._halves else Backward
+            passes = [self._whole_s(look, Forward, place) for place in range(self.slices)]
+            passes += [self._whole_s(look, backward, place) for place in reversed(range(self.slices))]
             row = [
-                self._whole_s(look, Forward),
-                self._whole_s(look, BackwardInput if self._halves else Backward),
                 self._whole_s(look, BackwardWeight) if self._halves else 0.0,
                 parts.parameters + parts.gradients + parts.working + parts.buffers,
                 parts.activations,
@@ -832,45 +837,48 @@ class _Settings:
                 look.full,
                 self._steps_list(look),
                 self._whole_s(look, Forward, waits=True),
-                self._whole_s(look, BackwardInput if self._halves else Backward, waits=True),
+                self._whole_s(look, backward, waits=True),
             ]
         else:
             row[self._compiled.FIXED] = math.inf
         self._seen.append(look)
         self._each_layer.append(UNKNOWN if look.layers else -1)
         self.looks.extend(row)
+        self._pass_s.extend(passes)
         self._tables = None
         return len(self._seen) - 1
 
     def _can_divide(self, degree: int) -> bool:
         """Whether a group of this degree can divide the heads and the sequences; see `sim.cost.feasibility`."""
         heads, key_heads = self._model.heads, self._model.kv_heads
-        return not (heads % degree or (key_heads % degree and degree % key_heads) or self._sequence_length % degree)
+        return not (heads % degree or (key_heads % degree and degree % key_heads) or self._divided_length % degree)
 
     # --- Seconds ---
 
-    def _whole_s(self, look: _Look, kind: type[Pass], waits: bool = False) -> float:
+    def _whole_s(self, look: _Look, kind: type[Pass], place: int = 0, waits: bool = False) -> float:
         """Seconds of a forward or backward, or of a half of one, of all layers of a stage, or of the collectives it `waits` for.
+
+        Where sequences come in slices, it is of the slice at a place.
 
         They are a convex function of the layers and of those in each mode: maxima of sums that grow in proportion. Where it is
         on a plane at its corners and somewhere inside, it is that plane and is not asked again.
         """
         if not self._convex or self._model.layers < 4 or look.layers == 0 or look.ends == 3:
-            return self._work_s(look, kind, (0, look.layers), waits)
-        key = look.alike, look.share, look.ends, kind, waits
+            return self._work_s(look, kind, (0, look.layers), place, waits)
+        key = look.alike, look.share, look.ends, kind, place, waits
         if key not in self._planes:
-            self._planes[key] = self._plane(look, kind, waits)
+            self._planes[key] = self._plane(look, kind, place, waits)
         plane = self._planes[key]
         if plane is None:
-            return self._work_s(look, kind, (0, look.layers), waits)
+            return self._work_s(look, kind, (0, look.layers), place, waits)
         once, each, full, selective, pointwise = plane
         return once + look.layers * each + look.full * full + look.selective * selective + look.pointwise * pointwise
 
-    def _plane(self, look: _Look, kind: type[Pass], waits: bool) -> tuple[float, ...] | None:
+    def _plane(self, look: _Look, kind: type[Pass], place: int, waits: bool) -> tuple[float, ...] | None:
         """Seconds without layers, for each layer, and for each in each mode; None where they do not grow so."""
 
         def seconds(layers: int, *counts: int) -> float:
-            return self._work_s(_Look(look.alike, look.share, look.ends, layers, *counts), kind, (0, layers), waits)
+            return self._work_s(_Look(look.alike, look.share, look.ends, layers, *counts), kind, (0, layers), place, waits)
 
         n, none = self._model.layers, (0, 0, 0)
         least, most = seconds(1, *none), seconds(n, *none)
@@ -887,7 +895,7 @@ class _Settings:
                 return None
         return least - each, each, *again
 
-    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, waits: bool = False) -> float:
+    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int = 0, waits: bool = False) -> float:
         """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives, or of those that
         it `waits` for.
 
@@ -896,14 +904,14 @@ class _Settings:
         a, b = part
         inside = _within(look, part) if kind is not Forward else ()
         embedding, head, beside = look.ends & 1 and a == 0, look.ends & 2 and b == look.layers, b < look.layers
-        key = (look.alike, look.share, look.ends == 3, kind, b - a, inside, embedding, head, a == 0, beside)
+        key = (look.alike, look.share, look.ends == 3, kind, b - a, inside, embedding, head, a == 0, beside, place)
         seconds = self._works.get(key)
         if seconds is None:
             cost, lane = self._alone(look)
             if b - a < look.layers:
                 lane = replace(lane, split="last")
             start = lane.layers[0][0]
-            taken = work(self._network, cost, lane, kind(0, (start + a, start + b)))
+            taken = work(self._network, cost, lane, kind(place, (start + a, start + b)))
             seconds = self._works[key] = taken.alone_s(self._network), self._network.alone_s(taken.after)
         return seconds[waits]
 
@@ -927,7 +935,8 @@ class _Settings:
         plan = replace(self._plan, pipelines=(Pipeline(share, 1, tuple(stages)),), global_batch=share)
         if len(self._alones) >= MOST_ALONES:
             self._alones.clear()
-        self._alones[look] = found = ComputeCost(plan, self._cluster), _lane("p0s0", names, layers, share, look.ends)
+        lane = _lane("p0s0", names, layers, share, look.ends, self.slices)
+        self._alones[look] = found = ComputeCost(plan, self._cluster), lane
         return found
 
     def _steps_list(self, look: _Look) -> int:
@@ -940,7 +949,7 @@ class _Settings:
             of_one = {(one.gpu, host_of(one.node)): (one.name,) * len(names) for one in devices}
             for same in of_one.values():
                 none_s, all_s = (
-                    cost.seconds(_lane(f"{same[0]}, {layers}", same, (0, layers), look.share, 0), OptimizerStep())
+                    cost.seconds(_lane(f"{same[0]}, {layers}", same, (0, layers), look.share, 0, self.slices), OptimizerStep())
                     for layers in (0, n)
                 )
                 self._steps.extend([none_s, (all_s - none_s) / (n * layer_parameters_at(self._model, len(names)))])
@@ -995,9 +1004,9 @@ def _as_said(stage: Stage, look: _Look) -> Stage:
     return stage.recomputing(used[0], counts[used[0]], used[-1])
 
 
-def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int) -> Lane:
+def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int, slices: int) -> Lane:
     """A lane of the first stage, without neighbours and instructions."""
-    return Lane(name, 0, 0, 0, devices, (layers,), (0, share), 1, bool(ends & 1), bool(ends & 2))
+    return Lane(name, 0, 0, 0, devices, (layers,), (0, share), 1, bool(ends & 1), bool(ends & 2), sequence_slices=slices)
 
 
 @cache

@@ -85,10 +85,10 @@ def _batch(plan: Plan) -> Infeasible | None:
                 f"{plan.sequence_length} tokens and there are {ranks} ranks (pipeline {p}, stage {s})"
             )
             return Infeasible(replica.devices[0], "batch", None, None, message)
-        if plan.sequence_parallel and plan.sequence_length // ranks % degree:
+        if plan.sequence_parallel and plan.slice_length // ranks % degree:
             message = (
                 "sequence_parallel divides every sequence evenly over the tensor-parallel group, but it has "
-                f"{plan.sequence_length // ranks} tokens and the group {degree} devices (pipeline {p}, stage {s})"
+                f"{plan.slice_length // ranks} tokens and the group {degree} devices (pipeline {p}, stage {s})"
             )
             return Infeasible(replica.devices[0], "batch", None, None, message)
     return None

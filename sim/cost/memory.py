@@ -68,7 +68,8 @@ class MemoryParts:
     """What the head keeps, of all micro-batches in flight, and the gradient of one micro-batch's logits."""
     buffers: int
     """Two for each activation and gradient that comes from or goes to a neighbouring stage, and two for the keys and values,
-    and for their gradients, that come from another context rank."""
+    and for their gradients, that come from another context rank. Where sequences come in slices, for each layer the keys and
+    values of a micro-batch together, to which its next slice attends, and the gradients of those of all slices before one."""
     reserve: int
     """What the allocator loses to fragmentation."""
     context: int
@@ -165,7 +166,8 @@ class MemoryRules:
     """What all lanes of a plan share."""
 
     transformer: Transformer
-    sequence_length: int
+    slice_length: int
+    """Tokens of a slice of a sequence; of all of it, where sequences are not cut."""
     element_bytes: int
     gradient_bytes: int
     state_bytes: int
@@ -173,6 +175,7 @@ class MemoryRules:
     zero_stage: int
     context_parallel: int
     expert_parallel: int
+    sequence_slices: int
     stack: Stack
 
     @cached_property
@@ -208,20 +211,31 @@ class MemoryRules:
         return bucket_layers(self.transformer)
 
     def layer_bytes(self, tensor_parallel: int, sequences: int) -> dict[str, tuple[int, int]]:
-        """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back."""
+        """By mode of recomputation, bytes that a layer keeps of a micro-batch, and those that its recomputation brings back.
+
+        Where micro-batches come in slices, of a slice: an equal part of what the whole sequences keep, so that each row of scores
+        is of all their keys. Its keys and values are kept under every mode, for others attend to them.
+        """
         found = self._layer_bytes.get((tensor_parallel, sequences))
         if found is None:
-            software = self.stack
-            kept_as = (self.transformer, sequences, self.sequence_length, tensor_parallel, self.sequence_parallel)
+            software, slices = self.stack, self.sequence_slices
+            kept_as = (self.transformer, sequences, self.slice_length * slices, tensor_parallel, self.sequence_parallel)
 
             def scaled(count: Callable[..., float], mode: str) -> int:
                 whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention)
-                return round(software.activation_scale * whole_bytes / self.context_parallel)
+                return round(software.activation_scale * whole_bytes / (self.context_parallel * slices))
 
             found = self._layer_bytes[tensor_parallel, sequences] = {
                 mode: (scaled(layer_activation_bytes, mode), scaled(layer_recompute_peak_bytes, mode)) for mode in RECOMPUTE
             }
+            if slices > 1:
+                kept, again = found["full"]
+                found["full"] = kept + self.key_value_bytes(tensor_parallel, sequences), again
         return found
+
+    def key_value_bytes(self, tensor_parallel: int, sequences: int) -> int:
+        """Bytes of a layer's keys and values of a slice of a micro-batch."""
+        return key_value_bytes(self.transformer, sequences, self.slice_length, tensor_parallel, self.element_bytes)
 
 
 class LaneShape(NamedTuple):
@@ -250,7 +264,7 @@ class LaneShape(NamedTuple):
 @lru_cache(maxsize=256)
 def _rules(
     transformer: Transformer,
-    sequence_length: int,
+    slice_length: int,
     precision: str,
     gradient_precision: str,
     optimizer: str,
@@ -259,6 +273,7 @@ def _rules(
     zero_stage: int,
     context_parallel: int,
     expert_parallel: int,
+    sequence_slices: int,
     software: Stack,
 ) -> MemoryRules:
     element_bytes = PRECISION_BYTES[precision]
@@ -268,7 +283,7 @@ def _rules(
         gradient_bytes += element_bytes
     return MemoryRules(
         transformer,
-        sequence_length,
+        slice_length,
         element_bytes,
         gradient_bytes,
         state_bytes,
@@ -276,6 +291,7 @@ def _rules(
         zero_stage,
         context_parallel,
         expert_parallel,
+        sequence_slices,
         software,
     )
 
@@ -284,7 +300,7 @@ def rules_of(plan: Plan, software: Stack) -> MemoryRules:
     """What all lanes of a plan share under a software stack. Plans that agree in it have the same object."""
     return _rules(
         plan.transformer,
-        plan.sequence_length,
+        plan.slice_length,
         plan.precision,
         plan.gradient_precision,
         plan.optimizer,
@@ -293,6 +309,7 @@ def rules_of(plan: Plan, software: Stack) -> MemoryRules:
         plan.zero_stage,
         plan.context_parallel,
         plan.expert_parallel,
+        plan.sequence_slices,
         software,
     )
 
@@ -359,7 +376,8 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
             shared = max((held.layers[start] for start, stop in part.layers if start < stop), default=0)
             only_first = (1, *(0,) * (len(chunks) - 1))
             flying, first_flying, last_flying = (
-                held_by(plan.schedule, pipeline, position, weights) for weights in (chunks, only_first, only_first[::-1])
+                held_by(plan.schedule, pipeline, position, weights, plan.sequence_slices)
+                for weights in (chunks, only_first, only_first[::-1])
             )
             embedding, head = s == pipeline.chunks[0][0], s == pipeline.chunks[-1][0]
             if embedding or (head and plan.transformer.tied_embeddings):
@@ -418,16 +436,16 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     of_layer = rules.layer_bytes(degree, shape.sequences)
     activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
     working = max((of_layer["none"][0] + of_layer[mode][1] for mode, count in counts.items() if count), default=0)
-    tokens = shape.sequences * rules.sequence_length // ranks
+    tokens = shape.sequences * rules.slice_length // ranks
     divided = degree if rules.sequence_parallel else 1
     activations = round(shape.in_flight * activations)
     if shape.embedding and model.projected_embeddings:  # the input of the projection
         activations += round(shape.embedding_in_flight * (tokens * model.embedding_width * rules.element_bytes // divided))
     logits, logits_gradient = logits_bytes(rules, shape) if shape.head else (0, 0)
-    boundary = boundary_bytes(model, shape.sequences, rules.sequence_length, rules.element_bytes) // (divided * ranks)
-    attended = 0
-    if ranks > 1:
-        attended = key_value_bytes(model, shape.sequences, rules.sequence_length, degree, rules.element_bytes) // ranks
+    boundary = boundary_bytes(model, shape.sequences, rules.slice_length, rules.element_bytes) // (divided * ranks)
+    of_keys_and_values = rules.key_value_bytes(degree, shape.sequences)
+    attended = of_keys_and_values // ranks if ranks > 1 else 0
+    before = 2 * rules.sequence_slices - 1 if rules.sequence_slices > 1 else 0
     allocated = MemoryParts(
         parameters=round((divided_layers if rules.zero_stage >= 3 else whole) * rules.element_bytes),
         gradients=round((divided_layers if rules.zero_stage >= 2 else whole) * rules.gradient_bytes),
@@ -435,7 +453,7 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
         activations=activations,
         working=working,
         logits=round(software.logits_scale * (shape.head_in_flight * logits + logits_gradient)),
-        buffers=shape.boundaries * 2 * 2 * boundary + 2 * 2 * attended,
+        buffers=shape.boundaries * 2 * 2 * boundary + 2 * 2 * attended + before * layers * of_keys_and_values,
         reserve=0,
         context=0,
     )
@@ -449,7 +467,7 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
 def logits_bytes(rules: MemoryRules, shape: LaneShape) -> tuple[int, int]:
     """Bytes that a head keeps of each micro-batch in flight, and of the gradient of one micro-batch's logits."""
     model, degree, ranks = rules.transformer, shape.tensor_parallel, rules.context_parallel
-    tokens = shape.sequences * rules.sequence_length // ranks
-    kept_as = (shape.sequences, rules.sequence_length, degree, rules.sequence_parallel)
+    tokens = shape.sequences * rules.slice_length // ranks
+    kept_as = (shape.sequences, rules.slice_length, degree, rules.sequence_parallel)
     gradient = tokens * -(-model.padded_vocab // degree) * 4  # in fp32, as the softmax it is made from
     return head_activation_bytes(model, *kept_as, rules.element_bytes) // ranks, gradient

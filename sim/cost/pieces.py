@@ -19,7 +19,8 @@ The backward pass has two matmuls for each of the forward pass, the gradient of 
 three matrices in other roles, so as many FLOP and bytes. Its flash attention takes FLASH_BACKWARD times as long, that without
 flash twice the matmuls; the rest moves BACKWARD_TRAFFIC times the bytes in twice the kernels. The input half has the attention,
 the rest and one of each two matmuls, the weight half the other. With context parallelism a rank has an equal part of every
-sequence's tokens, cut so that the causal mask leaves all ranks equally many FLOP.
+sequence's tokens, cut so that the causal mask leaves all ranks equally many FLOP. The tokens of a slice of a sequence attend to
+those of the slices before it, too.
 
 The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
 memory traffic.
@@ -41,6 +42,7 @@ from sim.spec.counts import (
     embedding_parameters_at,
     head_matmuls,
     head_parameters_at,
+    key_value_bytes,
     layer_forward_flop,
     layer_kernels,
     layer_matmuls,
@@ -165,18 +167,28 @@ def layer_work(
     flash_attention: bool,
     context_parallel: int,
     expert_parallel: int,
+    tokens_before: int = 0,
 ) -> LayerWork:
-    """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens."""
+    """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens.
+
+    They are the last ones of sequences with so many `tokens_before`, whose keys and values are there.
+    """
     tokens = -(-sequences * sequence_length // context_parallel)
     matmuls = layer_matmuls(transformer, tokens, tensor_parallel, expert_parallel)
     heads = -(-transformer.heads // tensor_parallel)
+    end = tokens_before + sequence_length
+    window = transformer.sliding_window or end
     flop = layer_forward_flop(transformer, tokens, sequence_length).attention * heads / transformer.heads
-    seen = min(sequence_length, transformer.sliding_window or sequence_length)
+    key_flop = flop / min(sequence_length, window)
+    # Of a query the keys that the causal mask leaves: on average over all tokens up to its slice's end, less those before it.
+    attended = (_attended_keys(end, window) - _attended_keys(tokens_before, window)) / sequence_length
+    num_bytes = attention_memory_bytes(transformer, tokens, end, tensor_parallel, element_bytes, flash_attention)
+    earlier = min(tokens_before, window)
     attention = AttentionWork(
-        flop=flop * (1 - seen / (2 * sequence_length)) if flash_attention else flop,
-        key_flop=flop / seen,
+        flop=key_flop * (attended if flash_attention else min(end, window)),
+        key_flop=key_flop,
         rows=tokens * heads,
-        num_bytes=attention_memory_bytes(transformer, tokens, sequence_length, tensor_parallel, element_bytes, flash_attention),
+        num_bytes=num_bytes + key_value_bytes(transformer, sequences, earlier, tensor_parallel, element_bytes),
         flash=flash_attention,
     )
     work = matmul_work(matmuls, element_bytes)
@@ -189,6 +201,11 @@ def layer_work(
         pointwise_kernels=layer_pointwise_kernels(transformer, expert_parallel),
         parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel),
     )
+
+
+def _attended_keys(tokens: int, window: int) -> float:
+    """How many keys the first tokens of a sequence attend to, all together, under a causal mask of this window."""
+    return tokens * tokens / 2 if tokens <= window else window * tokens - window * window / 2
 
 
 # --- Rates -----------------------------------------------------------------------------------------------------------
@@ -289,8 +306,10 @@ def layer_seconds(
     precision: str = "bf16",
     context_parallel: int = 1,
     expert_parallel: int = 1,
+    tokens_before: int = 0,
 ) -> PieceSeconds:
-    """Seconds of one layer. Raises InputError where the kind lacks the precision."""
+    """Seconds of one layer, with attention to so many tokens before the sequences'. Raises InputError where the kind lacks the
+    precision."""
     work = layer_work(
         transformer,
         sequences,
@@ -301,6 +320,7 @@ def layer_seconds(
         stack.flash_attention,
         context_parallel,
         expert_parallel,
+        tokens_before,
     )
     return seconds_of_layer(work, rates_of(kind, precision), stack)
 

@@ -72,6 +72,9 @@ class Tables(NamedTuple):
 
     look: Floats
     """[r]: what is the same of all stages that look alike, in the columns below."""
+    pass_s: Floats
+    """[r, 0, i]: of such a stage, seconds of the forward of slice i of a micro-batch; [r, 1, i]: of its i-th backward, or of the
+    input half of that, which is of the last slice but i. Where sequences are not cut, a micro-batch is one slice."""
     step: Floats
     """[r, k]: seconds of an optimizer's step, and of each parameter in it, of stages with this list; the slowest counts."""
     step_first: Ints
@@ -96,14 +99,13 @@ class Tables(NamedTuple):
     """Of the link's capacity, where nothing else is on the links."""
 
 
-LOOK_COLUMNS = 17
-FORWARD_S, BACKWARD_S, WEIGHT_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(8)
-PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS, FORWARD_RING_S, BACKWARD_RING_S = range(8, LOOK_COLUMNS)
-"""Columns of a look: seconds of its passes (of a backward in halves: of its input half, and of its weight half); bytes that it
-allocates whatever is in flight, of activations and of logits for each micro-batch in flight, of the gradient of logits, and of
-context and communicators but the gradients'; parameters of a layer, of the embedding, of the head and of a tied copy there;
-layers that recompute selectively, and in full; its list of steps; seconds of collectives that its forward and its backward wait
-for."""
+LOOK_COLUMNS = 15
+WEIGHT_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(6)
+PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS, FORWARD_RING_S, BACKWARD_RING_S = range(6, LOOK_COLUMNS)
+"""Columns of a look: seconds of the weight half of a backward in halves, the same for all slices; bytes that it allocates
+whatever is in flight, of activations and of logits for each slice in flight, of the gradient of logits, and of context and
+communicators but the gradients'; parameters of a layer, of the embedding, of the head and of a tied copy there; layers that
+recompute selectively, and in full; its list of steps; seconds of collectives that its forward and its backward wait for."""
 
 
 class Sizes(NamedTuple):
@@ -111,7 +113,7 @@ class Sizes(NamedTuple):
 
     layers: int
     boundary_bytes: float
-    """Of the activation of one sequence between two layers."""
+    """Of the activation of a slice of one sequence between two layers."""
     layer_gradient_bytes: float
     embedding_gradient_bytes: float
     head_gradient_bytes: float
@@ -139,8 +141,8 @@ class Sizes(NamedTuple):
 LANE_COLUMNS = 11
 LOOK, GROUP, PARTS, START, STOP, FROM, TO, PLACE, FLYING, SHARD, SHARED = range(LANE_COLUMNS)
 """Columns of a lane: its look, group and list of parts (-1: the backward is not divided), its layers, its share of the sequences,
-the place of its stage in the pipeline, the micro-batches that it has in flight, where the layers are whose state it keeps, and
-whether it exchanges gradients."""
+the place of its stage in the pipeline, the slices of micro-batches that it has in flight, where the layers are whose state it
+keeps, and whether it exchanges gradients."""
 
 DONE, MISSING, FULL = range(3)
 """How an evaluation ends: with the seconds; without paths that were asked for; without room for transfers."""
@@ -156,8 +158,8 @@ FOLLOWED = 3500
 """Of more edges and micro-batches than so many messages are not followed one by one, unless it may take any time."""
 
 PERIOD, REPEATS = 8, 1e-12
-"""Every so many steps it is seen whether they repeat as many before them, to this fraction. Where stages wait for messages,
-steps come two by two or in fours; those that come in threes are all followed."""
+"""Every so many steps, of each slice, it is seen whether they repeat as many before them, to this fraction. Where stages wait for
+messages, steps come two by two or in fours; those that come in threes are all followed."""
 
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
@@ -595,6 +597,7 @@ def _repeats(
     begin: int,
     end: int,
     step: int,
+    period: int,
     warm_up: Ints,
     edge_first: Ints,
     edge_to: Ints,
@@ -609,11 +612,11 @@ def _repeats(
             return False
         for e in range(edge_first[lane], edge_first[lane + 1]):
             sent = flow_at[e] + step - 1
-            if abs(sent_s[0, sent] - sent_s[0, sent - PERIOD] - later_s) > within_s:
+            if abs(sent_s[0, sent] - sent_s[0, sent - period] - later_s) > within_s:
                 return False
             # Of the messages back those that have not been received yet.
             for back in range(sent - warm_up[here], sent - warm_up[edge_to[e] - begin]):
-                if abs(sent_s[1, back] - sent_s[1, back - PERIOD] - later_s) > within_s:
+                if abs(sent_s[1, back] - sent_s[1, back - period] - later_s) > within_s:
                     return False
     return True
 
@@ -652,8 +655,11 @@ def _course(
     forward, the first stages first: whatever a pass waits for is known then. Once all moments are later than those some steps
     before by the same, so they are as long as there are forwards, and those steps are not followed.
     Where backwards come in `halves`, so many weight halves are put off to the end as `sim.spec.schedules` says of zero bubble.
+    Where sequences come in slices, a slice counts as a micro-batch: forwards come in order, and backward m is everywhere of the
+    same slice.
     """
-    count, longest = end - begin, 0
+    count, longest, slices = end - begin, 0, forwards_s.shape[1]
+    period = PERIOD * slices
     now, before = np.zeros(count), np.zeros(count)
     warm_up, put_off, weight_s = np.empty(count, np.int64), np.zeros(count, np.int64), np.empty(count)
     for here in range(count):
@@ -668,19 +674,19 @@ def _course(
     steady = longest + 1 + eagerness * depth
     step = 0
     while step <= micro_batches + longest:
-        if step >= steady and (step - steady) % PERIOD == 0 and step + PERIOD < micro_batches:
+        if step >= steady and (step - steady) % period == 0 and step + period < micro_batches:
             if step > steady:
                 later_s = now[0] - before[0]
-                if _repeats(later_s, now, before, lanes, begin, end, step, warm_up, edge_first, edge_to, flow_at, sent_s):
-                    skipped = (micro_batches - step) // PERIOD * PERIOD
+                if _repeats(later_s, now, before, lanes, begin, end, step, period, warm_up, edge_first, edge_to, flow_at, sent_s):
+                    skipped = (micro_batches - step) // period * period
                     for here in range(count):
-                        now[here] += skipped // PERIOD * later_s
+                        now[here] += skipped // period * later_s
                         for e in range(edge_first[begin + here], edge_first[begin + here + 1]):
                             there = flow_at[e] + step
                             back = there - 1 - warm_up[edge_to[e] - begin]
                             for k in range(skipped):
-                                sent_s[0, there + k] = sent_s[0, there + k - PERIOD] + later_s
-                                sent_s[1, back + k] = sent_s[1, back + k - PERIOD] + later_s
+                                sent_s[0, there + k] = sent_s[0, there + k - period] + later_s
+                                sent_s[1, back + k] = sent_s[1, back + k - period] + later_s
                     step += skipped
                     steady = micro_batches  # what is left is less than a period
             before[:] = now
@@ -699,14 +705,14 @@ def _course(
                     part_s,
                     input_s,
                     halves,
-                    backwards_s[lane],
+                    backwards_s[lane, m % slices],
                     weight_s[here],
                     min(put_off[here], m) * weight_s[here],
                     part_end,
                     part_at[lane],
                 )
             else:
-                sent_now = time + backwards_s[lane]
+                sent_now = time + backwards_s[lane, m % slices]
                 time = sent_now + (weight_s[here] if halves and m >= put_off[here] else 0.0)
             now[here] = time
             for k in range(entering_first[lane], entering_first[lane + 1]):
@@ -720,7 +726,7 @@ def _course(
                 for k in range(entering_first[lane], entering_first[lane + 1]):
                     e = entering[k]
                     time = max(time, sent_s[0, flow_at[e] + step] + latency_s[0, e])
-                time += forwards_s[lane]
+                time += forwards_s[lane, step % slices]
                 now[here] = time
                 for e in range(edge_first[lane], edge_first[lane + 1]):
                     flow = flow_at[e] + step
@@ -728,6 +734,14 @@ def _course(
                     sent_s[0, flow] = free + wire_s[0, e]
         step += 1
     back_end[begin:end] = now
+
+
+@compiled
+def _least_s(seconds: Floats, count: int) -> float:
+    """The least that so many passes take, of slices that take these seconds, in turn."""
+    whole, rest = divmod(count, len(seconds))
+    least: float = whole * seconds.sum() + rest * seconds.min()
+    return least
 
 
 @compiled
@@ -741,7 +755,7 @@ def _passes(
     """
     look = tables.look
     for lane in range(len(lanes)):
-        forwards_s[lane], backwards_s[lane] = look[lanes[lane, LOOK], FORWARD_S], look[lanes[lane, LOOK], BACKWARD_S]
+        forwards_s[lane], backwards_s[lane] = tables.pass_s[lanes[lane, LOOK], 0], tables.pass_s[lanes[lane, LOOK], 1]
     if not closely or len(pipelines) == 1:
         return
     users, who, share = _by_link(links, lanes[:, GROUP], tables.ring_first, tables.ring_link, tables.ring_share)
@@ -968,10 +982,11 @@ def _courses(
         if carries_s[k] > worth_s:
             return False
 
+    slices = forwards_s.shape[1]
     left, load, rate = np.empty(links), np.empty(links), np.zeros(2 * edges)
     made, begun = np.zeros(2 * edges, np.int64), np.zeros(2 * edges, np.int64)
     sent, under_way = np.zeros((2, edges), np.int64), np.zeros(2 * edges, np.bool_)
-    made_s, left_s, since_s = np.empty((2, flow_at[edges])), np.zeros(2 * edges), np.zeros(2 * edges)
+    made_s, wire_left_s, since_s = np.empty((2, flow_at[edges])), np.zeros(2 * edges), np.zeros(2 * edges)
     next_s, flying = np.full(2 * edges, np.inf), np.empty(2 * edges, np.int64)
     aloft, now_s, changed, ended = 0, 0.0, np.zeros(links, np.bool_), np.empty(at[2 * edges], np.int64)
     forwards, backwards, free_s = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count)
@@ -993,7 +1008,6 @@ def _courses(
             is_waiting[lane] = False
             ahead, behind, time, micro_batches = forwards[lane], backwards[lane], free_s[lane], passes[lane]
             looks, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            forward_s, backward_s = forwards_s[lane], backwards_s[lane]
             warm_up, weight_s, put_off = lanes[lane, FLYING] - 1, look[looks, WEIGHT_S], 0
             if eagerness:
                 warm_up, put_off = eagerness * (depth[lane] - 1 - lanes[lane, PLACE]), eagerness * lanes[lane, PLACE]
@@ -1016,10 +1030,11 @@ def _courses(
                     break
                 time = ready_s
                 if forward:
-                    time += forward_s
+                    time += forwards_s[lane, m % slices]
                     sent_now = time
                     ahead += 1
                 else:
+                    backward_s = backwards_s[lane, m % slices]
                     if m == micro_batches - 1:
                         put_off_s = min(put_off, m) * weight_s
                         sent_now, time = _last_backward(
@@ -1059,7 +1074,8 @@ def _courses(
                         if not under_way[number] and begun[number] == m:
                             next_s[number] = sent_now if m == 0 else max(sent_now, sent_s[way, flow - 1])
             forwards[lane], backwards[lane], free_s[lane] = ahead, behind, time
-            if time + (micro_batches - ahead) * forward_s + (micro_batches - behind) * backward_s > worth_s * (1 + 1e-9):
+            left_s = _least_s(forwards_s[lane], micro_batches - ahead) + _least_s(backwards_s[lane], micro_batches - behind)
+            if time + left_s > worth_s * (1 + 1e-9):
                 return False
 
         # Whatever happens at the next moment.
@@ -1102,7 +1118,7 @@ def _courses(
                 if next_s[number] > until_s:
                     continue
             under_way[number], rate[number] = True, 0.0
-            left_s[number], since_s[number] = wire_s[way, e], now_s
+            wire_left_s[number], since_s[number] = wire_s[way, e], now_s
             begun[number] += 1
             flying[aloft] = number
             aloft += 1
@@ -1122,12 +1138,12 @@ def _courses(
                     touched += 1
         for i in range(touched):
             number = flying[i]
-            left_s[number] = max(0.0, left_s[number] - (now_s - since_s[number]) * rate[number])
+            wire_left_s[number] = max(0.0, wire_left_s[number] - (now_s - since_s[number]) * rate[number])
             since_s[number] = now_s
         shared_rates(touched, at, link, use, most, flying, rate, left, load)
         for i in range(touched):
             number = flying[i]
-            next_s[number] = now_s + left_s[number] / rate[number]
+            next_s[number] = now_s + wire_left_s[number] / rate[number]
             for k in range(at[number], at[number + 1]):
                 changed[link[k]] = False
         for k in range(over):
@@ -1579,6 +1595,8 @@ def evaluate(
 ) -> tuple[float, int]:
     """Seconds of an iteration, infinite where a lane does not fit, and how the evaluation ended.
 
+    A micro-batch stands for a slice of one where sequences come in slices, here and below.
+
     Messages that meet are slowed by what some stretches of time show them to lose. With `worth_s` above 0 they are followed one
     by one, unless they are many and it is finite; where an iteration takes longer than that, the seconds are any that are longer.
 
@@ -1598,7 +1616,8 @@ def evaluate(
     start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
     load, touched = np.zeros(links), np.empty(links, np.int64)
 
-    forwards_s, backwards_s = np.empty(count), np.empty(count)
+    slices = tables.pass_s.shape[2]
+    forwards_s, backwards_s = np.empty((count, slices)), np.empty((count, slices))
     _passes(tables, pipelines, lanes, links, worth_s > 0, forwards_s, backwards_s)
 
     # Messages.
@@ -1753,10 +1772,10 @@ def evaluate(
     for p in range(len(pipelines)):
         for lane in range(begin, pipelines[p, 0]):
             at, parts = lanes[lane, LOOK], lanes[lane, PARTS]
-            backward_s = backwards_s[lane] + look[at, WEIGHT_S]
-            busy_s[lane] = pipelines[p, 2] * (forwards_s[lane] + backward_s) + step_s[lane]
+            both_s = forwards_s[lane].sum() + backwards_s[lane].sum() + slices * look[at, WEIGHT_S]
+            busy_s[lane] = pipelines[p, 2] // slices * both_s + step_s[lane]
             if parts >= 0:
-                busy_s[lane] += input_s[parts] - backward_s
+                busy_s[lane] += input_s[parts] - backwards_s[lane, slices - 1] - look[at, WEIGHT_S]
                 for k in range(part_first[parts], part_first[parts + 1]):
                     busy_s[lane] += part_s[k]
         begin = pipelines[p, 0]

@@ -212,7 +212,7 @@ def switch_owners(plan: Plan, lanes: Sequence[Lane], cluster: Cluster) -> set[st
 def message(network: Network, plan: Plan, sender: Lane, receiver: Lane, instruction: Send) -> Transfer:
     """The transfer of an activation, or its gradient, between two lanes; each context rank sends its part of the sequences."""
     start, stop = instruction.sequences
-    num_bytes = boundary_bytes(plan.transformer, stop - start, plan.sequence_length, PRECISION_BYTES[plan.precision])
+    num_bytes = boundary_bytes(plan.transformer, stop - start, plan.slice_length, PRECISION_BYTES[plan.precision])
     pairs = list(zip(sender.tensor_groups, receiver.tensor_groups, strict=True))
     return at_once([between_lanes(network, a, b, num_bytes / len(pairs), plan.sequence_parallel) for a, b in pairs])
 

@@ -135,7 +135,8 @@ def instruction_estimate(plan: Plan) -> int:
             parts = max(1, -(-(stop - start) // per_bucket))
             # A forward and a backward; from ZeRO 2 on backwards and reductions by parts, under ZeRO 3 forwards and gathers too.
             work += lanes[s] * {2: 1 + (halves + 1) * parts, 3: (halves + 4) * parts}.get(plan.zero_stage, 1 + halves)
-        total += pipeline.micro_batches * (work + 4 * messages)  # sent and received, activations and gradients
+        messages *= 4  # sent and received, activations and gradients
+        total += pipeline.micro_batches * plan.sequence_slices * (work + messages)
     return total
 
 
@@ -172,6 +173,7 @@ def _lanes(plan: Plan) -> list[Lane]:
                     previous=tuple(previous),
                     next=tuple(following),
                     context_parallel=plan.context_parallel,
+                    sequence_slices=plan.sequence_slices,
                 )
                 lanes.append(lane)
     return lanes
@@ -257,7 +259,7 @@ def lane_instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, s
     """The instructions of one lane: its schedule with the messages, reductions and gathers that its work needs."""
     pipeline = plan.pipelines[lane.pipeline]
     position = pipeline.visiting_order.index(lane.stage)
-    order = order_of(plan.schedule, pipeline, position, lane.micro_batches)
+    order = order_of(plan.schedule, pipeline, position, lane.micro_batches, lane.sequence_slices)
     each = plan.zero_stage >= 2  # gradients are scattered at every micro-batch, not once for all
     ends = tuple(end for end, held_by in shared_ends.items() if lane.name in held_by)
     for kind, m, chunk in order:
@@ -271,7 +273,7 @@ def lane_instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, s
         if kind is not BackwardWeight:
             yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
             sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
-        last = m == lane.micro_batches - 1
+        last = m == lane.last_backward
         reduce = (each or last) and kind is not BackwardInput
         # The ends are whole on their lanes under every ZeRO stage, so that one sum of all micro-batches is enough.
         here = [end for end in ends if last and layers == (lane.layers[0] if end == (0, 0) else lane.layers[-1])]

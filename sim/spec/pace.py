@@ -39,12 +39,16 @@ def plan_digest(plan: Plan) -> str:
     return f"sha256:{hashlib.sha256(plan.to_json().encode()).hexdigest()}"
 
 
-def pace_key(instruction: Compute | OptimizerStep) -> str:
-    """The name of an instruction in a pace file, the same for all micro-batches: `Forward 0:4`, `OptimizerStep`."""
+def pace_key(instruction: Compute | OptimizerStep, sequence_slices: int = 1) -> str:
+    """The name of a lane's instruction in a pace file, the same for all micro-batches: `Forward 0:4`, `OptimizerStep`.
+
+    Where sequences come in so many slices, these have their places: `Forward 0:4, slice 1`.
+    """
     if isinstance(instruction, OptimizerStep):
         return "OptimizerStep"
     start, stop = instruction.layers
-    return f"{type(instruction).__name__} {start}:{stop}"
+    place = f", slice {instruction.micro_batch % sequence_slices}" if sequence_slices > 1 else ""
+    return f"{type(instruction).__name__} {start}:{stop}{place}"
 
 
 def paced_instructions(lane: Lane) -> Mapping[str, Instruction]:
@@ -52,7 +56,7 @@ def paced_instructions(lane: Lane) -> Mapping[str, Instruction]:
     found: dict[str, Instruction] = {}
     for instruction in lane.instructions:
         if isinstance(instruction, PACED):
-            found.setdefault(pace_key(instruction), instruction)
+            found.setdefault(pace_key(instruction, lane.sequence_slices), instruction)
     return found
 
 

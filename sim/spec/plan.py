@@ -20,6 +20,9 @@ FORMAT = "motley-plan/1"
 SCHEDULES = ("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v")
 COUNTED_SCHEDULES = ("1f1b", "split-1f1b")
 """Those under which stages may say how many micro-batches they hold."""
+SLICED_SCHEDULES = ("gpipe", "1f1b", "split-1f1b")
+"""Those that can take sequences in slices."""
+MOST_SLICES = 16
 ZERO_STAGES = (0, 1, 2, 3)
 
 RECOMPUTE_ACCEPTED = f"{', '.join(RECOMPUTE)}, {{MODE: NUMBER OF LAYERS}} or {{MODE: NUMBER OF LAYERS, rest: A MODE BEFORE IT}}"
@@ -57,7 +60,11 @@ class Stage:
     recompute_layers: int | None = None
     recompute_rest: str = "none"
     in_flight: int | None = None
-    """The most micro-batches that it holds at once, under 1F1B; None for one, and one more for each stage that follows."""
+    """The most micro-batches that it holds at once, under 1F1B; None for one, and one more for each stage that follows.
+
+    Where sequences come in slices, it is of slices, and the stage holds all but one of a micro-batch's besides: its backwards
+    begin with the last one.
+    """
 
     @property
     def layer_count(self) -> int:
@@ -164,6 +171,9 @@ class Plan:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    sequence_slices: int = 1
+    """Into how many equal slices each sequence is cut: a micro-batch goes through a pipeline slice by slice, each attending to
+    those before it, and its backwards come back from the last one to the first."""
     shard_group: int | None = None
     overlap_gradients: bool = True
     gradient_precision: str = "fp32"
@@ -183,6 +193,11 @@ class Plan:
         """All devices it uses, pipeline by pipeline, stage by stage."""
         return tuple(device for pipeline in self.pipelines for stage in pipeline.stages for device in stage.devices)
 
+    @property
+    def slice_length(self) -> int:
+        """The tokens of a slice of a sequence: all of them, where sequences are not cut."""
+        return self.sequence_length // self.sequence_slices
+
     def job(self) -> Job:
         """The job it was made for."""
         precisions = {"precision": self.precision, "gradient_precision": self.gradient_precision}
@@ -193,8 +208,10 @@ class Plan:
         return _written(self)
 
     def under(self, schedule: str) -> Plan:
-        """The plan under a schedule, by which its stages hold as many micro-batches as that says."""
-        return replace(self, schedule=schedule, pipelines=tuple([pipeline.holding(None) for pipeline in self.pipelines]))
+        """The plan under a schedule, by which its stages hold what that says; without slices where it takes none."""
+        slices = self.sequence_slices if schedule in SLICED_SCHEDULES else 1
+        pipelines = tuple([pipeline.holding(None) for pipeline in self.pipelines])
+        return replace(self, schedule=schedule, sequence_slices=slices, pipelines=pipelines)
 
     def replicas(self) -> Iterator[tuple[int, int, int, Replica]]:
         """Every replica with the indices of its pipeline, its stage there, and itself there."""
@@ -221,6 +238,7 @@ def _check(plan: Plan) -> None:
     for name, accepted in choices.items():
         if getattr(plan, name) not in accepted:
             raise InputError(f"{name} is one of {', '.join(map(str, accepted))}, but got {getattr(plan, name)!r}")
+    _check_slices(plan)
     layers = plan.transformer.layers
     terms = [f"{p.micro_batch} x {p.micro_batches}" for p in plan.pipelines]
     total = sum(pipeline.sequences for pipeline in plan.pipelines)
@@ -295,6 +313,31 @@ def _check_layers(pipeline: Pipeline, layers: int, p: int) -> None:
             raise InputError(f"{here}, but more than one stage has the empty range [{end}, {end}]")
 
 
+def _check_slices(plan: Plan) -> None:
+    """Raises InputError where sequences cannot be cut in slices as the plan says."""
+    slices = plan.sequence_slices
+    if slices == 1:
+        return
+    if not 1 <= slices <= MOST_SLICES or plan.sequence_length % slices:
+        accepted = ", ".join(str(n) for n in range(1, MOST_SLICES + 1) if plan.sequence_length % n == 0)
+        raise InputError(
+            f"sequence_slices divides the sequence_length {plan.sequence_length}, at most by {MOST_SLICES}, but got {slices}; "
+            f"accepted: {accepted}"
+        )
+    settings = {
+        "schedule": (plan.schedule, SLICED_SCHEDULES),
+        "zero_stage": (plan.zero_stage, (0, 1)),
+        "context_parallel": (plan.context_parallel, (1,)),
+        "expert_parallel": (plan.expert_parallel, (1,)),
+    }
+    for name, (value, accepted_values) in settings.items():
+        if value not in accepted_values:
+            raise InputError(
+                f"sequence_slices {slices} goes with {name} {', '.join(map(str, accepted_values))}, but it is {value}; "
+                "accepted: sequence_slices 1"
+            )
+
+
 def _check_in_flight(schedule: str, pipeline: Pipeline, p: int) -> None:
     """Raises InputError unless the stages that say how many micro-batches they hold can begin: none waits for itself."""
     if all(stage.in_flight is None for stage in pipeline.stages):
@@ -348,6 +391,7 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
         "sequence_parallel": table.flag("sequence_parallel", False),
         "context_parallel": table.integer("context_parallel", 1, minimum=1),
         "expert_parallel": table.integer("expert_parallel", 1, minimum=1),
+        "sequence_slices": table.integer("sequence_slices", 1, minimum=1),
         "overlap_gradients": table.flag("overlap_gradients", True),
         "gradient_precision": table.choice("gradient_precision", GRADIENT_PRECISIONS, "fp32"),
         "offload_optimizer": table.flag("offload_optimizer", False),
@@ -434,10 +478,10 @@ def _written(plan: Plan) -> str:
         "sequence_parallel": plan.sequence_parallel,
     }
     defaults = Plan.__dataclass_fields__
-    for name in ("context_parallel", "expert_parallel", "shard_group", "overlap_gradients", "gradient_precision"):
+    for name in ("context_parallel", "expert_parallel", "sequence_slices", "shard_group", "overlap_gradients"):
         if getattr(plan, name) != defaults[name].default:
             head[name] = getattr(plan, name)
-    for name in ("offload_optimizer", "optimizer"):
+    for name in ("gradient_precision", "offload_optimizer", "optimizer"):
         if getattr(plan, name) != defaults[name].default:
             head[name] = getattr(plan, name)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]

@@ -28,7 +28,11 @@ Sequences = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Roughly: `activation[micro_batch] = layers(activation[micro_batch])`, keeping what the backward needs."""
+    """Roughly: `activation[micro_batch] = layers(activation[micro_batch])`, keeping what the backward needs.
+
+    Where sequences come in slices, `micro_batch` counts slices, here and in all that follows: slice i of micro-batch m is number
+    `m * sequence_slices + i`, and attends to the keys and values of those before it, too.
+    """
 
     micro_batch: int
     layers: LayerRange
@@ -149,6 +153,17 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
 """Every instruction type; an interpreter covers all of them."""
 
 
+WorkKey: TypeAlias = tuple[type[Instruction], LayerRange | None, int]
+"""A type of instruction, its layers, and its slice of the sequences."""
+
+
+def work_key(instruction: Compute | OptimizerStep, sequence_slices: int) -> WorkKey:
+    """What decides the work of a compute instruction in its lane: all micro-batches take the same, but not their slices."""
+    if isinstance(instruction, OptimizerStep):
+        return OptimizerStep, None, 0
+    return type(instruction), instruction.layers, instruction.micro_batch % sequence_slices
+
+
 # --- Lanes -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +201,7 @@ class Lane:
     buckets: tuple[LayerRange, ...] = ()
     split: str = "none"
     context_parallel: int = 1
+    sequence_slices: int = 1
     instructions: tuple[Instruction, ...] = field(default=(), repr=False)
 
     @property
@@ -203,10 +219,19 @@ class Lane:
         """Whether its backwards come in input and weight halves."""
         return any(isinstance(instruction, BackwardInput) for instruction in self.instructions)
 
+    @property
+    def last_backward(self) -> int:
+        """The micro-batch, or the slice of one, whose backward is the last: after it gradients are complete."""
+        return (self.micro_batches - 1) * self.sequence_slices
+
+    def slice_of(self, micro_batch: int) -> int:
+        """The place in its sequences of the slice with this number; 0 where sequences are not cut."""
+        return micro_batch % self.sequence_slices if self.sequence_slices > 1 else 0
+
     def parts(self, layers: LayerRange, micro_batch: int, backward: bool) -> tuple[LayerRange, ...]:
         """The ranges, in layer order, that one chunk's forward or backward of a micro-batch is emitted in."""
         divided = self.split == "all" or (
-            backward and (self.split == "backward" or (self.split == "last" and micro_batch == self.micro_batches - 1))
+            backward and (self.split == "backward" or (self.split == "last" and micro_batch == self.last_backward))
         )
         if not divided:
             return (layers,)
@@ -293,6 +318,8 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
                 found.append((here, Forward(m, earlier)))
             if lane.gathers(part):
                 found.append((here, GatherParameters(part, m)))
+            if lane.slice_of(m):  # it attends to the slice before it
+                found.append((here, Forward(m - 1, part)))
             return found
         case Backward(m, (_, stop) as part) | BackwardInput(m, (_, stop) as part):
             found = [(here, Forward(m, lane.parts(lane.chunk(part), m, backward=False)[-1]))]
@@ -303,6 +330,8 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
                 found.append((here, type(instruction)(m, later)))
             if lane.gathers(part):
                 found.append((here, GatherParameters(part, m, backward=True)))
+            if lane.slice_of(m) < lane.sequence_slices - 1:  # which attends to it
+                found.append((here, type(instruction)(m + 1, lane.parts(lane.chunk(part), m + 1, backward=True)[0])))
             return found
         case BackwardWeight(m, layers):
             return [(here, BackwardInput(m, layers))]
@@ -315,7 +344,7 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
         case RecvActivation() | RecvGradient():
             return [matching_send(here, instruction)]
         case ReduceGradients((start, stop), m):
-            last = lane.micro_batches - 1 if m is None else m
+            last = lane.last_backward if m is None else m
             if start < stop:
                 parts = lane.parts(lane.chunk((start, stop)), last, backward=True)
                 part = next(r for r in parts if r[0] <= start and stop <= r[1])
@@ -325,7 +354,7 @@ def dependencies(lane: Lane, instruction: Instruction) -> list[tuple[str, Instru
         case OptimizerStep():
             reduced: list[tuple[str, Instruction]] = [(here, i) for i in lane.instructions if isinstance(i, ReduceGradients)]
             return reduced or [
-                (here, _weight_gradient(lane, lane.micro_batches - 1, lane.parts(r, lane.micro_batches - 1, True)[0]))
+                (here, _weight_gradient(lane, lane.last_backward, lane.parts(r, lane.last_backward, True)[0]))
                 for r in lane.layers
             ]
         case GatherParameters(_, m):
@@ -419,6 +448,7 @@ def program_text(program: Program) -> str:
             f"micro_batches={lane.micro_batches} ends={ends} previous={_edges_text(lane.previous)} next={_edges_text(lane.next)} "
             f"buckets={_ranges_text(lane.buckets)} split={lane.split}"
             + (f" context={lane.context_parallel}" if lane.context_parallel > 1 else "")
+            + (f" slices={lane.sequence_slices}" if lane.sequence_slices > 1 else "")
         )
         lines += [f"  {instruction_text(instruction)}" for instruction in lane.instructions]
     return "\n".join(lines) + "\n"
@@ -476,6 +506,7 @@ def parse_program(text: str, where: str = "program") -> Program:
                     buckets=_parse_ranges(facts["buckets"]),
                     split=facts["split"],
                     context_parallel=int(facts.get("context", "1")),
+                    sequence_slices=int(facts.get("slices", "1")),
                 )
                 lanes.append(lane)
             elif lanes:

@@ -250,20 +250,47 @@ SCHEDULES: Mapping[str, Schedule] = {
 """The schedules by their names in a plan."""
 
 
-def order_of(schedule: str, pipeline: Pipeline, position: int, micro_batches: int) -> Iterable[Step]:
-    """The work of the stage at a position of a pipeline, in order."""
+def order_of(schedule: str, pipeline: Pipeline, position: int, micro_batches: int, slices: int = 1) -> Iterable[Step]:
+    """The work of the stage at a position of a pipeline, in order.
+
+    Where micro-batches come in slices, slice i of micro-batch m is number `m * slices + i`. Forwards are in order; backwards
+    begin with the last slice, whose keys and values no other one attends to, so that a stage holds the other slices of one
+    micro-batch besides what it holds of slices that are alone (Sun et al., 2024, arXiv:2406.03488).
+    """
     stage, known = pipeline.stages[pipeline.visiting_order[position]], SCHEDULES[schedule]
+    depth = len(pipeline.stages)
+    if slices > 1:
+        if known.holding is None:
+            order = known.order(depth, position, 1, micro_batches * slices)
+        else:
+            own = depth - position if stage.in_flight is None else stage.in_flight
+            order = known.holding(own + slices - 1, micro_batches * slices)
+        return _from_last_slice(order, slices)
     if stage.in_flight is None or known.holding is None:
-        return known.order(len(pipeline.stages), position, len(stage.layers), micro_batches)
+        return known.order(depth, position, len(stage.layers), micro_batches)
     return known.holding(stage.in_flight, micro_batches)
 
 
-def held_by(schedule: str, pipeline: Pipeline, position: int, chunks: tuple[int, ...] = (1,)) -> float:
-    """The most micro-batches that the stage at a position of a pipeline holds at once; `chunks` as `in_flight` takes them."""
-    own = pipeline.stages[pipeline.visiting_order[position]].in_flight
+def _from_last_slice(order: Iterable[Step], slices: int) -> Iterator[Step]:
+    """An order of slices whose backwards come, of each micro-batch, from its last slice to its first."""
+    for step in order:
+        if step.kind is Forward:
+            yield step
+        else:
+            micro_batch, number = divmod(step.micro_batch, slices)
+            yield step._replace(micro_batch=micro_batch * slices + slices - 1 - number)
+
+
+def held_by(schedule: str, pipeline: Pipeline, position: int, chunks: tuple[int, ...] = (1,), slices: int = 1) -> float:
+    """The most micro-batches that the stage at a position of a pipeline holds at once; `chunks` as `in_flight` takes them.
+
+    Where micro-batches come in slices, it is of slices.
+    """
+    own, most = pipeline.stages[pipeline.visiting_order[position]].in_flight, pipeline.micro_batches * slices
     if own is None:
-        return in_flight(schedule, len(pipeline.stages), position, pipeline.micro_batches, chunks)
-    return min(own, pipeline.micro_batches)
+        held = in_flight(schedule, len(pipeline.stages), position, most, chunks)
+        return held if slices == 1 else min(held + slices - 1, most)
+    return min(own + slices - 1, most)
 
 
 def check_ranges(schedule: str, pipeline: Pipeline, where: str) -> None:

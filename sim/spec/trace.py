@@ -121,6 +121,12 @@ def lane_pipelines(trace: Trace) -> dict[str, int]:
     return {lane: pipelines.get(devices[0], 0) if devices else 0 for lane, devices in trace.lanes.items()}
 
 
+def micro_batch_text(number: int, sequence_slices: int) -> str:
+    """The number of a micro-batch; where it numbers slices, as in '3.1', micro-batch 3's slice 1."""
+    micro_batch, place = divmod(number, sequence_slices)
+    return f"{micro_batch}.{place}" if sequence_slices > 1 else str(micro_batch)
+
+
 def short_devices(devices: tuple[str, ...]) -> str:
     """The devices in short, as in 'rtx4090-0/0-3' or 'a100/0,2 v100/0'."""
     nodes: dict[str, list[int]] = {}

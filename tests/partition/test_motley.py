@@ -18,7 +18,7 @@ import pytest
 
 import partition
 from partition.deals import Deal
-from partition.drafts import Settings, make_plan, stage, usable_nodes
+from partition.drafts import Settings, make_plan, settings_of, stage, usable_nodes
 from partition.objective import Ledger
 from partition.planners.megatron import grids
 from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
@@ -84,11 +84,11 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
 
     def slow(plan: Plan) -> Verdict:
         nonlocal now_s
-        now_s += hunt._work(plan.pipelines) * slowness_s
+        now_s += hunt._work(plan.pipelines, settings_of(plan)) * slowness_s
         return forecast(plan)
 
     if not expects:
-        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft: 0.0)
+        monkeypatch.setattr(_Hunt, "_expected_s", lambda hunt, draft, settings: 0.0)
     search = Search(world, job(SMALL), slow)
     search.narrow(world, 10.0 / WALKED)  # begins by that clock
     hunt = _Hunt(search, usable_nodes(search))
@@ -149,7 +149,7 @@ def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() 
     hunt.load(60.0)
     hunt.begin_deals()
     for start in hunt.firsts:
-        begins = hunt._begins(start, np.random.default_rng(1), search.elapsed_s + 4.0)
+        begins = hunt._begins(_Descent(start, [1], until_s=search.elapsed_s + 4.0), start, np.random.default_rng(1))
         assert start in begins and len(set(begins)) == len(begins) <= 2
         assert {deal.pipelines for deal in begins} == {start.pipelines}
         assert sorted(begins, key=hunt.deal_s) == begins

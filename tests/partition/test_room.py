@@ -15,7 +15,7 @@ from sim.cost.feasibility import infeasible
 from sim.cost.memory import lane_parts
 from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline
-from sim.spec.schedules import in_flight
+from sim.spec.schedules import held_by
 from sim.spec.transformer import Transformer, presets
 from tests.partition.small_worlds import TINY, cluster, job, node
 
@@ -36,6 +36,7 @@ NAMES = [f"a/{i}" for i in range(128)]
         zero_stage=st.sampled_from([0, 1]),
         sequence_parallel=st.booleans(),
         offload_optimizer=st.booleans(),
+        sequence_slices=st.sampled_from([1, 2, 4]),
     ),
     data=st.data(),
 )
@@ -69,7 +70,7 @@ def test_bytes_agree_with_the_memory_model(
     room = Room(WORLD, work)
     for p, s, _, parts in lane_parts(make_plan(WORLD, work, draft, settings)):
         held = room.stage(pipelines, degree, size, settings, s == 0, s == depth - 1)
-        flying = in_flight(settings.schedule, depth, s, micro_batches)
+        flying = held_by(settings.schedule, draft[0], s, slices=settings.sequence_slices)
         assert held.total(flying, recomputed(counts[s], amounts[s])) == pytest.approx(parts.total, rel=1e-6), (p, s)
 
 

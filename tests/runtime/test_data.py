@@ -1,5 +1,6 @@
 """Sources of tokens, the order of samples, and each pipeline's share of them."""
 
+import dataclasses
 import os
 import struct
 import subprocess
@@ -307,6 +308,17 @@ def numbered(path: Path, samples: int, sequence_length: int) -> Tokens:
     return open_data(f"tokens:{path}", "uint32", samples + 1, sequence_length)
 
 
+def whole(
+    batches: Batches, plan: Plan, consumed: int, pipeline: int, m: int, bound: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a micro-batch, of whose sequences each slice gives its own."""
+    count = plan.sequence_slices
+    slices = [batches.micro_batch(consumed, pipeline, m * count + place, bound) for place in range(count)]
+    assert all(len(tokens_SB) == len(labels_SB) == plan.slice_length for tokens_SB, labels_SB in slices)
+    tokens, labels = (torch.cat(parts) for parts in zip(*slices, strict=True))
+    return tokens, labels
+
+
 def iteration(batches: Batches, plan: Plan, consumed: int) -> list[int]:
     """The samples of one iteration, in the plan's order, as the replicas of each stage have them between them."""
     seen: list[int] = []
@@ -315,7 +327,7 @@ def iteration(batches: Batches, plan: Plan, consumed: int) -> list[int]:
             by_stage = []
             for s in pipeline.stages:
                 bounds = pairwise([0, *accumulate(replica.sequences for replica in s.replicas)])
-                parts = [batches.micro_batch(consumed, p, m, bound) for bound in bounds]
+                parts = [whole(batches, plan, consumed, p, m, bound) for bound in bounds]
                 for tokens_SB, labels_SB in parts:
                     assert torch.equal(tokens_SB[1:], labels_SB[:-1])
                     assert bool((tokens_SB == tokens_SB[0]).all())
@@ -359,3 +371,15 @@ def test_micro_batches_are_sequence_first_contiguous_and_of_whole_numbers(tmp_pa
     assert tokens_SB.is_contiguous() and labels_SB.is_contiguous()
     window = tokens.window(Order(tokens.samples, 0).sample(6 + 3 + 2)).tolist()
     assert (tokens_SB[:, 0].tolist(), labels_SB[:, 0].tolist()) == (window[:-1], window[1:])
+
+
+def test_a_slice_has_its_part_of_the_tokens_and_labels(tmp_path: Path) -> None:
+    tokens = open_data(f"tokens:{raw(tmp_path / 'train.bin', range(100))}", "auto", 300, 4)
+    uncut = plan([[stage("n0/0", (0, 2))]], 3, sequence_length=4)
+    cut = dataclasses.replace(uncut, sequence_slices=2)
+    order = Order(tokens.samples, 0)
+    expected = Batches(tokens, order, uncut).micro_batch(6, 0, 2, (0, 1))
+    for place in range(2):
+        found = Batches(tokens, order, cut).micro_batch(6, 0, 2 * 2 + place, (0, 1))
+        for part, all_SB in zip(found, expected, strict=True):
+            assert part.is_contiguous() and torch.equal(part, all_SB[2 * place : 2 * place + 2])

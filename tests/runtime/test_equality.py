@@ -240,6 +240,50 @@ PLANS = {
     "reductions after the backward": plan_of(
         LLAMA, pipeline(1, 2, ((0, 4), (0,))), pipeline(1, 2, ((0, 2), (1,)), ((2, 4), (2,))), overlap_gradients=False
     ),
+    "slices, three stages of unlike degrees": plan_of(
+        LLAMA,
+        pipeline(2, 3, ((0, 2), (0,), "selective"), ((2, 3), (1, 2)), ((3, 4), (3,), "pointwise")),
+        sequence_slices=2,
+    ),
+    "slices, one device and tied embeddings": plan_of(GPT, pipeline(2, 2, ((0, 4), (0,), "full")), sequence_slices=8),
+    "slices, gpipe, tied, two pipelines": plan_of(
+        GPT,
+        pipeline(1, 3, ((0, 2), (0, 1), "full"), ((2, 4), (2,))),
+        pipeline(2, 2, ((0, 1), (3,), "pointwise"), ((1, 4), (4,), "selective")),
+        schedule="gpipe",
+        sequence_slices=4,
+    ),
+    "slices, sequence parallel, zero 1": plan_of(
+        NORMED,
+        pipeline(2, 3, ((0, 2), (0, 1)), ((2, 4), (2, 3), "full")),
+        pipeline(1, 2, ((0, 4), (4, 5), "pointwise")),
+        zero_stage=1,
+        sequence_parallel=True,
+        sequence_slices=4,
+    ),
+    "slices, a window, in flight as the stages say": plan_of(
+        dataclasses.replace(LLAMA, name="small-mistral", sliding_window=5),
+        pipeline(1, 4, ((0, 2), (0,)), ((2, 3), (1, 2), "full"), ((3, 4), (3,))).holding([9, 4, 2]),
+        pipeline(1, 2, ((0, 3), (4,)), ((3, 4), (5,))).holding([1, 1]),
+        sequence_slices=4,
+    ),
+    "slices, split 1f1b, sequence parallel": plan_of(
+        GPT,
+        pipeline(2, 3, ((0, 2), (0, 1), "full"), ((2, 4), (2,), "pointwise")),
+        pipeline(1, 2, ((0, 4), (3, 4))),
+        schedule="split-1f1b",
+        sequence_parallel=True,
+        sequence_slices=2,
+    ),
+    "slices, split 1f1b, in flight as the stages say": plan_of(
+        LLAMA, pipeline(1, 5, ((0, 2), (0, 1)), ((2, 4), (2,))).holding([6, 2]), schedule="split-1f1b", sequence_slices=4
+    ),
+    "slices, uneven replicas, reductions after the backward": plan_of(
+        LLAMA,
+        pipeline(4, 2, ((0, 2), ((0,), 3), ((1, 2), 1)), ((2, 4), ((3,), 2), ((4, 5), 2))),
+        overlap_gradients=False,
+        sequence_slices=2,
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from runtime.model import ModelPart
+from runtime.model import ModelPart, attention_mask
 from runtime.parameters import Section, place_parameters
 from runtime.tensor_parallel import DeferredWeights, TensorGroup
-from sim.spec.counts import RECOMPUTE, layer_activation_bytes
+from sim.spec.counts import RECOMPUTE, key_value_bytes, layer_activation_bytes
 from sim.spec.plan import LayerRange
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -91,6 +94,12 @@ def mean_loss(part: ModelPart, batch_BS: Batch) -> torch.Tensor:
     tokens, labels = batch_BS
     loss: torch.Tensor = part(tokens.T, labels.T) / labels.numel()
     return loss
+
+
+def slice_losses(part: ModelPart, batch_BS: Batch, slices: int) -> list[torch.Tensor]:
+    """What each slice of the sequences adds to the mean loss."""
+    tokens, labels = (part_BS.T.chunk(slices) for part_BS in batch_BS)
+    return [part(tokens[i], labels[i], i) / batch_BS[1].numel() for i in range(slices)]
 
 
 # --- Against the plain model -----------------------------------------------------------------------------------------
@@ -175,6 +184,112 @@ def test_what_cannot_be_computed_is_refused_in_one_line(batch_BS: Batch) -> None
         part(batch_BS[0].T, batch_BS[1].T)
 
 
+# --- Slices of the sequences -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    [
+        *(("llama with grouped keys", 2), ("gpt", 8), ("one key head", 4), ("norms of query and key", 4), ("rotary gpt", 4)),
+        *(("a window and grouped keys", 2), ("a window and grouped keys", 4), ("a window in a gpt", 4)),
+    ],
+)
+def test_slices_one_after_the_other_are_the_whole_sequence(name: str, slices: int, batch_BS: Batch) -> None:
+    weights = rough_weights(MODELS[name], seed=0)
+    expected = reference_loss(MODELS[name], weights, *batch_BS)
+    expected.backward()
+    part, sections = whole_model(MODELS[name], weights, RECOMPUTE[:3], sequence_slices=slices)
+    losses = slice_losses(part, batch_BS, slices)
+    for loss in reversed(losses):
+        loss.backward()
+    close(torch.stack(losses).sum(), expected)
+    close_gradients(gradients_of(sections), weights)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("transformer", [LLAMA, replace(GPT, sliding_window=3)], ids=["llama", "gpt with a window"])
+def test_slices_of_several_micro_batches_are_under_way_at_once(transformer: Transformer, recompute: str, batch_BS: Batch) -> None:
+    """In the order of 1F1B with split backwards: what one micro-batch's slices see, and leave, is not another's."""
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    deferred = DeferredWeights(accumulate)
+    part, sections = whole_model(transformer, weights, recompute, deferred=deferred, sequence_slices=4)
+    tokens, labels = (part_BS.T.chunk(4) for part_BS in batch_BS)
+
+    def forward(b: int, place: int) -> torch.Tensor:
+        loss: torch.Tensor = part(tokens[place][:, b : b + 1], labels[place][:, b : b + 1], place) / batch_BS[1].numel()
+        return loss
+
+    losses = [forward(0, place) for place in range(4)]
+    for place in range(4):
+        losses.append(forward(1, place))
+        with deferred.collecting() as weight_half:
+            losses[3 - place].backward()
+        weight_half()
+    for loss in reversed(losses[4:]):
+        loss.backward()
+    close_gradients(gradients_of(sections), weights)
+
+
+def test_a_slice_is_given_no_keys_that_lie_before_its_window() -> None:
+    transformer = replace(LLAMA, sliding_window=5)
+    tokens_BS = torch.randint(0, 29, (1, 49), generator=torch.Generator().manual_seed(1))
+    batch_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    part, sections = whole_model(transformer, weights, sequence_slices=3)
+    for loss in reversed(slice_losses(part, batch_BS, 3)):
+        loss.backward()
+    close_gradients(gradients_of(sections), weights)
+    _, mask_SK = part._positions(torch.empty(16, 1, 16, dtype=torch.float64), 2)
+    assert mask_SK is not None and mask_SK.shape == (16, 32)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_keys_and_values_are_freed_with_the_last_graph_that_needs_them(recompute: str, batch_BS: Batch) -> None:
+    part, _ = whole_model(LLAMA, rough_weights(LLAMA, seed=0), recompute, sequence_slices=4)
+    tokens, labels = (part_BS.T.chunk(4) for part_BS in batch_BS)
+    losses = [part(tokens[0], labels[0], 0)]
+    held = [weakref.ref(attended) for attended in part._attended]
+    losses += [part(tokens[place], labels[place], place) for place in range(1, 4)]
+    gc.disable()
+    try:
+        while losses:
+            assert all(attended() is not None for attended in held)
+            losses.pop().backward()
+        assert all(attended() is None for attended in held)
+    finally:
+        gc.enable()
+
+
+def test_a_slice_of_learned_positions_ends_within_their_table(batch_BS: Batch) -> None:
+    short = replace(GPT, max_positions=7)
+    part, _ = whole_model(short, rough_weights(short, seed=0), sequence_slices=2)
+    with pytest.raises(InputError, match="at most the 7 learned positions, but got 8"):
+        slice_losses(part, batch_BS, 2)
+
+
+@pytest.mark.parametrize(("window", "earlier"), [(None, 6), (3, 2), (9, 6)])
+def test_the_mask_lets_through_what_each_query_sees(window: int | None, earlier: int) -> None:
+    mask_SK = attention_mask(4, earlier, window, torch.device("cpu"), torch.float64)
+    assert mask_SK is not None
+    for query in range(4):
+        for key in range(earlier + 4):
+            seen = key <= earlier + query and (window is None or key > earlier + query - window)
+            assert mask_SK[query, key] == (0 if seen else -torch.inf)
+
+
+def test_on_a_gpu_the_mask_of_a_slice_takes_no_memory() -> None:
+    cuda = torch.device("cuda")
+    assert attention_mask(4, 0, None, cuda, torch.bfloat16) is attention_mask(4, 0, 4, cuda, torch.bfloat16) is None
+    mask_SK = attention_mask(4, 2, None, cuda, torch.float64)
+    assert isinstance(mask_SK, CausalBias) and mask_SK.variant is CausalVariant.LOWER_RIGHT
+    query, key, value = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (4, 6, 6))
+    plain = attention_mask(4, 2, None, torch.device("cpu"), torch.float64)
+    attended = torch.nn.functional.scaled_dot_product_attention
+    close(attended(query, key, value, attn_mask=mask_SK), attended(query, key, value, attn_mask=plain))
+
+
 # --- Deferred weights, compilation, memory ---------------------------------------------------------------------------
 
 
@@ -239,11 +354,39 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
     assert len(graphs) == count
 
 
-def kept_bytes(part: ModelPart, x_SBH: torch.Tensor) -> int:
-    """Bytes of what autograd keeps of a part's forward, without parameters, tables and integers."""
+@pytest.mark.parametrize(
+    ("transformer", "recompute"),
+    [(LLAMA, ("none", "none", "selective")), (replace(GPT, sliding_window=3), ("full", "full", "selective"))],
+    ids=["llama", "gpt"],
+)
+def test_compiled_layers_share_their_graphs_between_slices(
+    transformer: Transformer, recompute: Sequence[str], batch_BS: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is before the attention, and after it: the attention itself sees another number of keys in each slice."""
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    torch.compiler.reset()
+    weights = rough_weights(transformer, seed=0)
+    reference_loss(transformer, weights, *batch_BS).backward()
+    part, sections = whole_model(transformer, weights, recompute, compile_layers=True, sequence_slices=4)
+    for loss in reversed(slice_losses(part, batch_BS, 4)):
+        loss.backward()
+    close_gradients(gradients_of(sections), weights)
+    assert len(graphs) <= 4
+
+
+def kept_bytes(part: ModelPart, x_SBH: torch.Tensor, slices: int = 1) -> int:
+    """Bytes of what autograd keeps of a part's forward, or those of slices, without parameters, tables, masks and integers."""
     given = {p.untyped_storage().data_ptr() for p in part.parameters()}
-    rotary, _ = part._positions(x_SBH)
-    given |= {table.untyped_storage().data_ptr() for table in rotary or ()}
+    streams = [part_SBH.detach().requires_grad_() for part_SBH in x_SBH.chunk(slices)]
+    for place, stream in enumerate(streams):
+        rotary, mask_SK = part._positions(stream, place)
+        given |= {table.untyped_storage().data_ptr() for table in (*(rotary or ()), mask_SK) if table is not None}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -252,23 +395,30 @@ def kept_bytes(part: ModelPart, x_SBH: torch.Tensor) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        part(x_SBH)
+        for place, stream in enumerate(streams):
+            part(stream, place=place)
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", ["llama with grouped keys", "norms of query and key", "gpt", "relu, no final norm"])
-def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute: str) -> None:
-    """Up to 1.2 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused."""
+def test_a_layer_keeps_the_bytes_that_the_simulator_counts(name: str, recompute: str, slices: int) -> None:
+    """Up to 1.2 %, the statistics of norms; and what torch's RMS norm keeps on the CPU, where it is not fused.
+
+    A micro-batch's slices have their keys and values in common, and the simulator counts these once more.
+    """
     transformer = replace(MODELS[name], hidden=64, head_dim=16, ffn=160, max_positions=32)
     sections = sections_of(transformer, rough_weights(transformer, 0, torch.float32))
-    part = ModelPart(transformer, (1, 2), sections, ALONE, False, False, [recompute])
+    part = ModelPart(transformer, (1, 2), sections, ALONE, False, False, [recompute], sequence_slices=slices)
     x_SBH = torch.randn(32, 1, 64, requires_grad=True)
     expected = layer_activation_bytes(transformer, 1, 32, 1, False, recompute, 4)
     unfused = 2 * x_SBH.nbytes if transformer.norm == "rmsnorm" and recompute != "full" else 0
     if transformer.qk_norm and recompute != "full":
         unfused += 32 * (transformer.heads + transformer.kv_heads) * transformer.head_dim * 4
-    assert expected <= kept_bytes(part, x_SBH) - unfused <= 1.012 * expected
+    if slices > 1 and transformer.qk_norm and recompute != "full":  # the values beside the query and key before their norms
+        unfused += key_value_bytes(transformer, 1, 32, 1, 4) // 2
+    assert expected <= kept_bytes(part, x_SBH, slices) - unfused <= 1.012 * expected
 
 
 # --- Against Hugging Face --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from sim.cost.network import Network
 from sim.engine import simulate
 from sim.spec.bench import Bench, LinkMeasurement
 from sim.spec.cluster import LinkOverride
-from sim.spec.program import Backward, Forward
+from sim.spec.program import Backward, Forward, work_key
 from sim.spec.reading import InputError
 from sim.spec.trace import Trace
 from tests.calibration_runs import EFFICIENCY, LARGE, MIXED, hidden_factors, measured, random_plans, truth
@@ -71,7 +71,7 @@ def test_lanes_that_the_model_cannot_tell_do_not_bend_links_and_devices() -> Non
         free = measured(plan, TRUE, i)
         longer = 1.6 * math.exp(rng.normal(0, 0.1))
         known_s = {
-            (span.lane, type(span.instruction), getattr(span.instruction, "layers", None)): (span.end_s - span.start_s)
+            (span.lane, *work_key(span.instruction, 1)): (span.end_s - span.start_s)
             * (longer if len(free.lanes[span.lane]) > 1 else 1.0)
             for span in free.spans
             if isinstance(span.instruction, (Forward, Backward))

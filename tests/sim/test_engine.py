@@ -20,7 +20,7 @@ from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, routes
 from sim.engine import _Flows, _Run, simulate
 from sim.metrics import report
-from sim.prepared import Prepared, message_key, work_key
+from sim.prepared import Prepared, message_key
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, read_cluster
 from sim.spec.compile import compile_plan
 from sim.spec.counts import total_parameters
@@ -40,6 +40,7 @@ from sim.spec.program import (
     SendGradient,
     dependencies,
     instruction_text,
+    work_key,
 )
 from sim.spec.reading import InputError
 from sim.spec.trace import Span, Trace
@@ -88,6 +89,28 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, depth: int, mi
         trace = simulate(plan([one_layer_pipeline(depth)], micro_batches, schedule=schedule), cluster)
     # Huang et al. (2019), Narayanan et al. (2021): the bubble is (p-1)/(m+p-1) of the iteration.
     assert trace.iteration_s == pytest.approx((micro_batches + depth - 1) * (f + b), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@given(
+    depth=st.integers(1, 6),
+    micro_batches=st.integers(1, 6),
+    slices=st.sampled_from((2, 4)),
+    f=st.floats(0.1, 3),
+    b=st.floats(0.1, 3),
+)
+def test_slices_fill_a_pipeline_as_as_many_micro_batches_would(
+    schedule: str, depth: int, micro_batches: int, slices: int, f: float, b: float
+) -> None:
+    """Where attention costs nothing: the bubble is (p-1)/(mk+p-1) of the iteration."""
+    names = {f"n{i}/0" for i in range(6)}
+    cluster = ethernet_cluster([1] * max(depth, 2), bytes_per_s=1e30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.prepared, "ComputeCost", GivenCost(dict.fromkeys(names, f), dict.fromkeys(names, b)))
+        whole = plan([one_layer_pipeline(depth)], micro_batches, schedule=schedule)
+        trace = simulate(replace(whole, sequence_length=8, sequence_slices=slices), cluster)
+    # The last stage begins to go back only when the last slice of the first micro-batch is there.
+    assert trace.iteration_s == pytest.approx((micro_batches * slices + depth - 1) * (f + b), rel=1e-12)
 
 
 def looped(schedule: str, depth: int, chunks: int) -> list[Stage]:
@@ -259,6 +282,15 @@ def test_a_message_takes_its_bytes_over_the_rate_and_the_latency(every_device_ta
     trace = simulate(plan([one_layer_pipeline(2)], 1), ethernet_cluster([1, 1], bytes_per_s=16, latency_s=0.25))
     assert drawn(trace, "p0s1") == [("F0[1:2]", 1.75, 2.75), ("B0[1:2]", 2.75, 4.75)]
     assert drawn(trace, "p0s0")[-1] == ("B0[0:1]", 5.5, 7.5)
+
+
+def test_a_message_has_the_bytes_of_a_slice(every_device_takes: Given) -> None:
+    every_device_takes(1.0, 1.0)
+    cluster, whole = ethernet_cluster([1, 1], bytes_per_s=1e6), replace(plan([one_layer_pipeline(2)], 2), sequence_length=8)
+    traces = [simulate(replace(whole, sequence_slices=slices), cluster) for slices in (1, 2)]
+    sent = [[s.num_bytes for s in trace.spans if isinstance(s.instruction, SendActivation)] for trace in traces]
+    assert (len(sent[0]), len(sent[1])) == (2, 4)
+    assert sum(sent[0]) == sum(sent[1]) == 4 * sent[1][0]
 
 
 def test_sends_do_not_block_the_computation_that_follows(every_device_takes: Given) -> None:
@@ -531,7 +563,7 @@ def test_the_iteration_lies_between_the_busiest_lane_and_the_serial_sum(world: t
         works = prepared.works[lane.name]
         for i in lane.instructions:
             if isinstance(i, (Compute, OptimizerStep)):
-                work = works.work[work_key(i)]
+                work = works.work[work_key(i, 1)]
             elif isinstance(i, (SendActivation, SendGradient)):
                 serial += network.alone_s(works.messages[message_key(i)].transfer)
                 continue
@@ -611,7 +643,7 @@ def test_instructions_take_the_seconds_that_are_known_of_them(every_device_takes
     every_device_takes(1.0, 1.0)
     cluster, given_plan = ethernet_cluster([1, 1], 1e12), plan([one_layer_pipeline(2)], 3, schedule="gpipe")
     free = simulate(given_plan, cluster)
-    known = simulate(given_plan, cluster, known_s={("p0s1", Forward, (1, 2)): 5.0})
+    known = simulate(given_plan, cluster, known_s={("p0s1", Forward, (1, 2), 0): 5.0})
     assert [
         span.end_s - span.start_s for span in known.spans if span.lane == "p0s1" and isinstance(span.instruction, Forward)
     ] == [pytest.approx(5.0)] * 3

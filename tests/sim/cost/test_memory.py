@@ -237,6 +237,21 @@ def test_each_micro_batch_in_flight_keeps_its_activations() -> None:
     assert memory_parts(gpipe, 0, 3).logits > memory_parts(plan, 0, 3).logits > memory_parts(plan, 0, 2).logits == 0
 
 
+def test_slices_in_flight_keep_their_part_and_keys_and_values_of_a_micro_batch() -> None:
+    """Under 1F1B a stage holds one slice more for each stage that follows, and all others of a micro-batch."""
+    whole, sliced = (uniform("llama-2-7b", depth=4, sequence_slices=slices) for slices in (1, 4))
+    of_slice, rest = divmod(memory_parts(whole, 0, 3).activations, 4)  # of one micro-batch
+    assert rest == 0
+    for s in range(4):
+        assert memory_parts(sliced, 0, s).activations == (4 - s + 3) * of_slice
+    keys_and_values = 8 * 1024 * 2 * 4096 * 2  # of 8 layers, for a slice of 1,024 tokens, in bf16
+    messages = [4096 * 4096 * 2 * 4, 1024 * 4096 * 2 * 4]  # two each way, to one neighbour
+    assert memory_parts(whole, 0, 0).buffers == messages[0]
+    assert memory_parts(sliced, 0, 0).buffers == messages[1] + (4 + 3) * keys_and_values
+    again = [memory_parts(uniform("llama-2-7b", depth=4, recompute="full", sequence_slices=n), 0, 3) for n in (1, 4)]
+    assert again[1].activations - again[0].activations == 4 * keys_and_values
+
+
 def test_each_context_rank_keeps_its_part_of_every_sequence_and_a_shard_of_the_state() -> None:
     # Tensor ranks x context ranks; 128 tokens, 32 of them on each context rank.
     plain = memory_parts(uniform(TINY, tensor=2, sequence_length=128), 0, 0)
@@ -302,6 +317,18 @@ def test_without_flash_attention_the_scores_of_every_layer_are_kept_unless_recom
         flash, plain = (memory_parts(plan, 0, 0, software=Stack("test", flash_attention=kernel)) for kernel in (True, False))
         assert plain.activations - flash.activations == differ
         assert plain.working > flash.working
+
+
+def test_all_slices_of_a_micro_batch_together_keep_what_its_whole_sequences_keep() -> None:
+    software = Stack("test", flash_attention=False)
+    for mode in RECOMPUTE:
+        whole, sliced = (
+            memory_parts(uniform(TINY, micro_batches=1, sequence_length=32, recompute=mode, **fields), 0, 0, software=software)
+            for fields in ({}, {"sequence_slices": 4})
+        )
+        # Under full recomputation keys and values besides: 8 layers, 32 tokens, of 4 heads of 16 both, 2 bytes.
+        besides = 8 * 32 * 2 * (4 * 16) * 2 if mode == "full" else 0
+        assert sliced.activations == whole.activations + besides
 
 
 def test_every_device_of_the_plan_has_the_peak_of_its_lane() -> None:

@@ -124,6 +124,28 @@ def test_a_sliding_window_leaves_the_attention_to_the_keys_it_shows() -> None:
     assert layer_seconds(kind(), STACK, replace(TINY, sliding_window=4), 1, 4).attention_s == pytest.approx(ATTENTION)
 
 
+@pytest.mark.parametrize("window", [None, 3, 5, 8])
+@pytest.mark.parametrize("slices", [2, 4])
+def test_the_slices_of_a_sequence_have_its_flop_together(slices: int, window: int | None) -> None:
+    model, length = replace(TINY, sliding_window=window), 8 // slices
+    whole = layer_seconds(kind(), STACK, model, 1, 8)
+    parts = [layer_seconds(kind(), STACK, model, 1, length, tokens_before=i * length) for i in range(slices)]
+    for field in ("forward_s", "backward_input_s", "backward_weight_s", "attention_s"):
+        assert sum(getattr(part, field) for part in parts) == pytest.approx(getattr(whole, field)), field
+
+
+def test_a_slice_attends_to_those_before_it() -> None:
+    """Two slices of 4 of 8 tokens: of the 8 x 8 scores the first has an eighth, the second three eighths."""
+    first, second = (layer_seconds(kind(), STACK, TINY, 1, 4, tokens_before=before).attention_s for before in (0, 4))
+    assert (first, second) == pytest.approx((ATTENTION, 3 * ATTENTION))
+    # Without flash it computes the scores of all keys up to its end: 4 x 4, then 4 x 8.
+    first, second = (layer_seconds(kind(), UNFUSED, TINY, 1, 4, tokens_before=before).attention_s for before in (0, 4))
+    assert (first, second) == pytest.approx((512, 2 * 512))
+    # Where only bytes take time: query, key, value and result of 4 tokens, 4 x 4 x 8 x 2, and the keys and values before them.
+    first, second = (layer_seconds(kind(NEVER, 1.0), STACK, TINY, 1, 4, tokens_before=before).attention_s for before in (0, 4))
+    assert (first, second) == pytest.approx((256, 256 + 4 * 2 * 8 * 2))
+
+
 def test_two_tensor_parallel_ranks_halve_the_flop_of_each() -> None:
     whole, half = layer_seconds(kind(), STACK, TINY, 1, 4), layer_seconds(kind(), STACK, TINY, 1, 4, 2)
     assert half.forward_s == pytest.approx(whole.forward_s / 2)

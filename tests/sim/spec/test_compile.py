@@ -87,6 +87,13 @@ GOLDEN = {
     ),
     "1f1b-2-stages": plan(model(4), pipeline(stage(0, 2, "a/0"), stage(2, 4, "a/1"), micro_batches=3)),
     "1f1b-3-stages": plan(model(6), pipeline(stage(0, 2, "a/0"), stage(2, 3, "a/1"), stage(3, 6, "a/2"), micro_batches=4)),
+    "slices-2-stages": plan(
+        model(4, 1536),
+        *(pipeline(stage(0, 2, f"{p}/0"), stage(2, 4, f"{p}/1"), micro_batches=2) for p in "ab"),
+        zero_stage=1,
+        sequence_slices=2,
+        overlap_gradients=True,
+    ),
     "different-cuts-and-degrees": plan(model(6), *ONE_OF_EACH_CUT, zero_stage=1),
     "uneven-replicas": plan(
         model(4),
@@ -177,7 +184,7 @@ def test_every_send_has_its_receive_and_every_sequence_crosses_once(world: tuple
     assert set(crossed.values()) <= {1}
     # Between layer ranges that follow one another on one stage nothing is sent.
     per_direction = sum(p.sequences * sum(a != b for (a, _), (b, _) in pairwise(p.chunks)) for p in random.pipelines)
-    assert len(crossed) == 2 * per_direction
+    assert len(crossed) == 2 * per_direction * random.sequence_slices
 
 
 @given(worlds())
@@ -187,10 +194,11 @@ def test_every_layer_goes_forward_and_backward_once_for_every_micro_batch(world:
         kinds = (Forward, BackwardInput, BackwardWeight) if halves else (Forward, Backward)
         assert {type(i) for i in lane.instructions if isinstance(i, Compute)} == set(kinds)
         held = [layer for layers in lane.layers for layer in range(*layers)]
+        numbers = range(lane.micro_batches * lane.sequence_slices)
         for kind in kinds:
             done = Counter((i.micro_batch, layer) for i in lane.instructions if isinstance(i, kind) for layer in range(*i.layers))
-            assert done == Counter({(m, layer): 1 for m in range(lane.micro_batches) for layer in held})
-            assert {i.micro_batch for i in lane.instructions if isinstance(i, kind)} == set(range(lane.micro_batches))
+            assert done == Counter({(m, layer): 1 for m in numbers for layer in held})
+            assert {i.micro_batch for i in lane.instructions if isinstance(i, kind)} == set(numbers)
         assert sum(isinstance(i, OptimizerStep) for i in lane.instructions) == 1
 
 

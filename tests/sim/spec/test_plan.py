@@ -76,6 +76,7 @@ def test_a_plan_is_read_with_its_defaults() -> None:
         sequence_parallel=False,
         context_parallel=1,
         expert_parallel=1,
+        sequence_slices=1,
         shard_group=None,
         overlap_gradients=True,
         gradient_precision="fp32",
@@ -130,12 +131,10 @@ def test_the_file_of_a_plan_has_one_stage_a_line() -> None:
 @given(worlds(), st.data())
 def test_a_written_plan_is_read_as_the_same_plan(world: tuple[Cluster, Plan], data: st.DataObject) -> None:
     _, plan = world
-    further = data.draw(
-        st.fixed_dictionaries(
-            {},
-            optional={"shard_group": st.integers(1, 4), "offload_optimizer": st.booleans(), "expert_parallel": st.integers(1, 2)},
-        )
-    )
+    optional: dict[str, st.SearchStrategy[object]] = {"shard_group": st.integers(1, 4), "offload_optimizer": st.booleans()}
+    if plan.sequence_slices == 1:
+        optional["expert_parallel"] = st.integers(1, 2)
+    further = data.draw(st.fixed_dictionaries({}, optional=optional))
     plan = replace(plan, **further)  # type: ignore[arg-type]
     assert parse_plan(plan.to_json()) == plan
     assert parse_plan(plan.to_json()).to_json() == plan.to_json()
@@ -466,6 +465,22 @@ def test_a_bad_pipeline_is_told_with_its_place() -> None:
             "schedule is one of gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, but got '2f2b'",
         ),
         ({"zero_stage": 4}, "zero_stage is one of 0, 1, 2, 3, but got 4"),
+        (
+            {"sequence_slices": 3},
+            "sequence_slices divides the sequence_length 16, at most by 16, but got 3; accepted: 1, 2, 4, 8, 16",
+        ),
+        (
+            {"sequence_slices": 2, "schedule": "zb-1p"},
+            "sequence_slices 2 goes with schedule gpipe, 1f1b, split-1f1b, but it is zb-1p; accepted: sequence_slices 1",
+        ),
+        (
+            {"sequence_slices": 4, "zero_stage": 3},
+            "sequence_slices 4 goes with zero_stage 0, 1, but it is 3; accepted: sequence_slices 1",
+        ),
+        (
+            {"sequence_slices": 4, "expert_parallel": 2},
+            "sequence_slices 4 goes with expert_parallel 1, but it is 2; accepted: sequence_slices 1",
+        ),
         ({"precision": "int4"}, "precision is one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
     ],
 )
@@ -473,6 +488,13 @@ def test_a_plan_is_checked_when_it_is_made(change: dict[str, Any], error: str) -
     with pytest.raises(InputError) as caught:
         replace(parse_plan(json.dumps(GOOD)), **change)
     assert str(caught.value) == error
+
+
+def test_sequences_may_come_in_slices() -> None:
+    plan = parse_plan(json.dumps(GOOD | {"sequence_slices": 4}))
+    assert (plan.sequence_slices, plan.slice_length, plan.sequence_length) == (4, 4, 16)
+    assert parse_plan(plan.to_json()) == plan
+    assert (plan.under("gpipe").sequence_slices, plan.under("zb-2p").sequence_slices) == (4, 1)
 
 
 def test_stages_say_how_many_micro_batches_they_hold() -> None:

@@ -29,7 +29,7 @@ from sim.spec.program import (
     program_text,
 )
 from sim.spec.reading import InputError
-from sim.spec.schedules import SCHEDULES, Step, in_flight
+from sim.spec.schedules import SCHEDULES, Step, held_by, in_flight
 from sim.spec.transformer import Transformer
 
 Ranges = Sequence[Sequence[tuple[int, int]]]
@@ -99,6 +99,47 @@ def test_a_stage_that_says_how_many_micro_batches_it_holds_warms_up_with_all_but
     for schedule, pipeline in (("eager-1f1b", eager), ("gpipe", all_of_them)):
         drawn = program_text(compile_plan(replace(plan, pipelines=(pipeline,))))
         assert drawn == program_text(compile_plan(plan.under(schedule)))
+
+
+def test_slices_go_forward_from_the_first_and_back_from_the_last() -> None:
+    """Two micro-batches in two slices each: 0 and 1, 2 and 3. Each stage holds one slice more than of whole micro-batches."""
+    ranges = ranges_of("1f1b", 2, 1)
+    assert rows(compile_plan(plan_of("1f1b", ranges, 2, sequence_slices=2))) == [
+        "F0 F1 F2 B1 F3 B0 B3 B2",
+        "F0 F1 B1 F2 B0 F3 B3 B2",
+    ]
+    assert rows(compile_plan(plan_of("gpipe", ranges, 2, sequence_slices=2))) == ["F0 F1 F2 F3 B1 B0 B3 B2"] * 2
+    assert rows(compile_plan(plan_of("split-1f1b", ranges, 2, sequence_slices=2))) == [
+        "F0 F1 F2 I1 W1 F3 I0 W0 I3 W3 I2 W2",
+        "F0 F1 I1 W1 F2 I0 W0 F3 I3 W3 I2 W2",
+    ]
+    plan = plan_of("1f1b", ranges, 2, sequence_slices=2)
+    own = replace(plan, pipelines=(plan.pipelines[0].holding([3, 2]),))
+    assert rows(compile_plan(own)) == ["F0 F1 F2 F3 B1 B0 B3 B2", "F0 F1 F2 B1 F3 B0 B3 B2"]
+
+
+@given(
+    schedule=st.sampled_from(plan.SLICED_SCHEDULES),
+    depth=st.integers(1, 5),
+    micro_batches=st.integers(1, 7),
+    slices=st.sampled_from((2, 4, 8)),
+    data=st.data(),
+)
+def test_stages_hold_the_slices_that_are_said_of_them(
+    schedule: str, depth: int, micro_batches: int, slices: int, data: st.DataObject
+) -> None:
+    chosen = plan_of(schedule, ranges_of(schedule, depth, 1), micro_batches, sequence_slices=slices)
+    if schedule != "gpipe":
+        counts = list(accumulate(data.draw(st.lists(st.integers(0, 2), min_size=depth, max_size=depth)), initial=1))[:0:-1]
+        chosen = replace(chosen, pipelines=(chosen.pipelines[0].holding(counts),))
+    program = compile_plan(chosen)
+    dry_run(program)
+    for position, lane in enumerate(program.lanes):
+        held = most = 0
+        for i in lane.instructions:
+            held += isinstance(i, Forward) - isinstance(i, (Backward, BackwardWeight))
+            most = max(most, held)
+        assert most == held_by(schedule, chosen.pipelines[0], position, slices=slices)
 
 
 def test_split_1f1b_sends_the_gradient_on_before_the_weight_half_and_holds_no_more_than_1f1b() -> None:
