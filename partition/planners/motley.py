@@ -138,7 +138,7 @@ DRAWN, DRAWING, ASKED = 1500, 0.15, 60
 """Of so many random deals of as many pipelines, drawn in this share of a descent's time, so many are estimated in another such
 share."""
 
-FOLLOWED, LONGEST = 50, 0.2
+FOLLOWED, LONGEST = 50, 0.5
 """The judge takes so many times as long as estimates that follow all messages; of the time that is left it may take such a part
 for an end whose sequences come in slices."""
 
@@ -272,8 +272,6 @@ class _Descended:
     judged: list[tuple[Plan, Verdict, Deal]] = field(default_factory=list)
     unjudged: list[Deal] = field(default_factory=list)
     """Ends whose verdicts would have come too late."""
-    followed: list[tuple[float, Deal]] = field(default_factory=list)
-    """Ends whose verdicts would have taken too long, with their seconds by estimates that follow all messages."""
     longest: tuple[int, float] = (1, 0.0)
     """The most work that was judged, and the seconds that it took."""
     ends: list[tuple[float, Deal]] = field(default_factory=list)
@@ -317,7 +315,7 @@ class _Hunt:
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
-        """By the number of pipelines, the best deal by the judge, or by estimates that follow all messages, and its seconds."""
+        """By the number of pipelines, the best deal by the judge, and its seconds."""
         self.least_s = math.inf
         """The least that a plan on these GPUs takes by the judge; the search's best may be on others, if they are chosen, too."""
         self._slow: set[Plan] = set()
@@ -539,7 +537,9 @@ class _Hunt:
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
         drawing = [_Descent(None, [seed, n], least_s, cuts=False, reslices=n % 2 == 0, numbers=numbers) for n in range(DEALERS)]
         settled = sorted([*settled, *self._descend_all(dealers, drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
-        least_s = min(least_s, min(self.deal_s(deal) for _, deal in settled))
+        # What is in slices may take the judge too long, and then is nothing that others have to be as good as.
+        whole = [deal for _, deal in settled if deal.settings.sequence_slices == 1]
+        least_s = min([least_s, *map(self.deal_s, whole)])
         near = self._unlike_ends(settled)
         firsts = [_Descent(near[n // 2 % len(near)], [seed, n], least_s, reslices=n % 2 == 0) for n in range(FIRSTS)]
         self._descend_all(dealers, firsts, now_s + DESCENDED * left_s)
@@ -606,8 +606,6 @@ class _Hunt:
                     self.search.take(plan, verdict)
                     self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
                     dealers.judged.append((plan, verdict))
-                for seconds, deal in found.followed:
-                    self._note_seconds(self.ends, seconds, deal)
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -651,18 +649,12 @@ class _Hunt:
 
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
-            followed = False
             if seconds < least_s * SLOW_WORTH and deal.settings.sequence_slices > 1 and not self._quick(deal):
-                seconds, followed = self._followed_s(seconds, deal, task.verdicts_s)
+                seconds = self._followed_s(seconds, deal, task.verdicts_s)
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
                 return math.inf
             if deal.pipelines in ends and seconds > self._slack(deal.pipelines) * ends[deal.pipelines][0]:
                 return math.inf
-            if followed:
-                found.followed.append((seconds, deal))
-                self._note_seconds(ends, seconds, deal)
-                least_s = min(least_s, seconds)
-                return seconds
             judged = judged_s(deal)
             if judged < math.inf:
                 least_s = min(least_s, seconds if self.estimates is None else judged)
@@ -708,19 +700,19 @@ class _Hunt:
         found.longest = self.longest
         return found
 
-    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> tuple[float, bool]:
-        """Seconds of a deal whose messages are all followed by the estimates, and whether the judge would take too long for it.
+    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> float:
+        """Seconds of a deal whose messages are all followed by the estimates; infinite where the judge would take too long.
 
-        Until a moment of the search; how long it takes is told by how long it takes to follow the messages.
+        That is, for what is left until a moment of the search; how long it takes is told by how long following them takes.
         """
         drafted = self._drafted(deal)
         if self.estimates is None or drafted is None:
-            return seconds, False
+            return seconds
         began_s = self.search.elapsed_s
         followed_s = self.draft_s(*drafted, math.inf)
         now_s = self.search.elapsed_s
         self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
-        return followed_s, FOLLOWED * (now_s - began_s) > LONGEST * (until_s - now_s)
+        return followed_s if FOLLOWED * (now_s - began_s) <= LONGEST * (until_s - now_s) else math.inf
 
     def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
         """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
@@ -754,13 +746,9 @@ class _Hunt:
         if not isinstance(verdict, Cost):
             return math.inf
         seconds = self.charges.judged_s(plan, verdict)
-        self._note_seconds(ends, seconds, deal)
-        return seconds
-
-    def _note_seconds(self, ends: dict[int, tuple[float, Deal]], seconds: float, deal: Deal) -> None:
-        """Nothing; takes a deal down if none of as many pipelines is better."""
         if deal.pipelines not in ends or seconds < ends[deal.pipelines][0]:
             ends[deal.pipelines] = seconds, deal
+        return seconds
 
     def _pace_s(self, deal: Deal) -> float:
         """Seconds of an iteration of a deal by the pace of its pipelines; infinite where it cannot be cut."""
@@ -1443,10 +1431,7 @@ class _Hunt:
         It asks for them in their order, until they are by their estimates worse than the best so far.
         """
         best: tuple[float, Draft, Settings] | None = None
-        first, soon = entries[:1], [entry for entry in entries if self._soon(*entry[1:])]
-        if soon and soon[:1] != first and self._expected_s(*first[0][1:]) <= self._left_s(1.0):
-            soon = [*first, *soon]
-        entries = soon or entries
+        entries = [entry for entry in entries if self._soon(*entry[1:])] or entries
         for at in range(0, len(entries), TOGETHER):
             if best is not None and (entries[at][0] > self._slack(len(entries[at][1])) * best[0] or self.late(JUDGED)):
                 break
