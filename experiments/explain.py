@@ -22,7 +22,7 @@ from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
 from sim.spec.compile import lane_name
 from sim.spec.judge import Infeasible
-from sim.spec.plan import COUNTED_SCHEDULES, MOST_SLICES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
 from sim.spec.reading import InputError
 from sim.spec.schedules import SCHEDULES
 from sim.spec.trace import Trace
@@ -353,7 +353,7 @@ def _other_slices(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     if not sliced or max(plan.context_parallel, plan.expert_parallel, 2 // max(len(p.stages) for p in plan.pipelines)) > 1:
         return
     for slices in sorted({1, now // 2, 2 * now} - {0, now}):
-        if slices <= MOST_SLICES and plan.sequence_length % slices == 0:
+        if slices in slice_counts(plan.sequence_length):
             name = f"sequences in {slices} slices" if slices > 1 else "whole sequences"
             was = f" (are in {now})" if now > 1 else ""
             yield Change(SCHEDULE, name + was, replace(plan, sequence_slices=slices), cluster)

@@ -80,7 +80,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from partition.bubble import Filling, slice_counts, sliced_seconds
+from partition.bubble import Filling, sliced_seconds
 from partition.islands import partitions
 from partition.network import Divisions, Steady, network_s
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, optimizer_bytes
@@ -98,6 +98,7 @@ from sim.spec.counts import (
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
 from sim.spec.judge import Infeasible
+from sim.spec.plan import slice_counts
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Forward, OptimizerStep
 from sim.spec.trace import Trace
 from sim.spec.transformer import Transformer

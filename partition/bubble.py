@@ -77,7 +77,7 @@ from sim.spec.counts import (
 )
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
-from sim.spec.plan import MOST_SLICES
+from sim.spec.plan import slice_counts
 from sim.spec.stack import Stack
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -456,11 +456,6 @@ def sliced_seconds(
     length = job.sequence_length // slices
     split = (tensor_parallel, sequence_parallel, job.precision, context_parallel, expert_parallel)
     return [layer_seconds(kind, stack, job.model, sequences, length, *split, place * length) for place in range(slices)]
-
-
-def slice_counts(length: int) -> list[int]:
-    """In how many slices a sequence of so many tokens can come."""
-    return [slices for slices in range(1, MOST_SLICES + 1) if length % slices == 0]
 
 
 def _degrees(job: Job, most: int) -> Iterator[tuple[int, int]]:

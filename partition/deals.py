@@ -23,7 +23,7 @@ from partition.graph import DeviceGraph
 from partition.pricing import Devices
 from sim.spec.cluster import Node
 from sim.spec.job import Job
-from sim.spec.plan import SLICED_SCHEDULES
+from sim.spec.plan import SLICED_SCHEDULES, slice_counts
 
 Score: TypeAlias = "Callable[[Deal, float], float]"
 """Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
@@ -126,7 +126,7 @@ class Deals:
         order = graph.path(list(devices), {name: sum(memory[device] for device in own) for name, own in devices.items()})
         self.schedules = tuple(entry for entry in SCHEDULES if len(nodes) > 1 or not entry[1])
         """Those that are tried: no message leaves the only node."""
-        self.slices = tuple(slices for slices in SLICES if job.sequence_length % slices == 0)
+        self.slices = tuple(slices for slices in slice_counts(job.sequence_length) if slices in SLICES)
         kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
         alike: dict[Node, list[Devices]] = {}
         for name in order:

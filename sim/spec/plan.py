@@ -31,6 +31,11 @@ LayerRange = tuple[int, int]
 """`(start, stop)`, the layers start, start + 1, ..., stop - 1."""
 
 
+def slice_counts(sequence_length: int) -> list[int]:
+    """In how many equal slices a sequence of so many tokens may come."""
+    return [slices for slices in range(1, MOST_SLICES + 1) if sequence_length % slices == 0]
+
+
 def tensor_groups(devices: tuple[str, ...], context_parallel: int) -> tuple[tuple[str, ...], ...]:
     """The devices of each context rank of a replica, which share each layer: tensor ranks are listed fastest."""
     degree = len(devices) // context_parallel
@@ -318,8 +323,8 @@ def _check_slices(plan: Plan) -> None:
     slices = plan.sequence_slices
     if slices == 1:
         return
-    if not 1 <= slices <= MOST_SLICES or plan.sequence_length % slices:
-        accepted = ", ".join(str(n) for n in range(1, MOST_SLICES + 1) if plan.sequence_length % n == 0)
+    if slices not in slice_counts(plan.sequence_length):
+        accepted = ", ".join(map(str, slice_counts(plan.sequence_length)))
         raise InputError(
             f"sequence_slices divides the sequence_length {plan.sequence_length}, at most by {MOST_SLICES}, but got {slices}; "
             f"accepted: {accepted}"

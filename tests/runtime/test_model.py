@@ -330,22 +330,28 @@ def test_outside_of_collecting_no_weight_is_put_off(batch_BS: Batch) -> None:
     close_gradients(gradients_of(sections), weights)
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs that are compiled in a test, which run as they are."""
+    found: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    torch.compiler.reset()
+    return found
+
+
 @pytest.mark.parametrize(
     ("transformer", "recompute", "count"),
     [(LLAMA, ("none", "none", "full"), 1), (replace(GPT, sliding_window=3), ("selective", "full", "selective"), 2)],
     ids=["llama", "gpt"],
 )
 def test_compiled_layers_compute_the_same_and_share_their_graphs(
-    transformer: Transformer, recompute: Sequence[str], count: int, batch_BS: Batch, monkeypatch: pytest.MonkeyPatch
+    transformer: Transformer, recompute: Sequence[str], count: int, batch_BS: Batch, graphs: list[torch.fx.GraphModule]
 ) -> None:
-    graphs = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    torch.compiler.reset()
     weights = rough_weights(transformer, seed=0)
     reference_loss(transformer, weights, *batch_BS).backward()
     part, sections = whole_model(transformer, weights, recompute, compile_layers=True)
@@ -360,17 +366,9 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
     ids=["llama", "gpt"],
 )
 def test_compiled_layers_share_their_graphs_between_slices(
-    transformer: Transformer, recompute: Sequence[str], batch_BS: Batch, monkeypatch: pytest.MonkeyPatch
+    transformer: Transformer, recompute: Sequence[str], batch_BS: Batch, graphs: list[torch.fx.GraphModule]
 ) -> None:
     """What is before the attention, and after it: the attention itself sees another number of keys in each slice."""
-    graphs = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    torch.compiler.reset()
     weights = rough_weights(transformer, seed=0)
     reference_loss(transformer, weights, *batch_BS).backward()
     part, sections = whole_model(transformer, weights, recompute, compile_layers=True, sequence_slices=4)
