@@ -31,13 +31,12 @@ import numpy as np
 
 from partition.drafts import Draft, Settings, stage, updated_parameters
 from sim.cost.collectives import across_lanes, between_lanes, collective
-from sim.cost.compute import ComputeCost, TensorCollective, host_step_s
+from sim.cost.compute import ComputeCost, Inside, TensorCollective, host_step_s
 from sim.cost.network import Network
 from sim.cost.traffic import ring_steps_s
 from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import (
     PRECISION_BYTES,
-    RECOMPUTE,
     boundary_bytes,
     embedding_parameters,
     head_parameters,
@@ -45,7 +44,7 @@ from sim.spec.counts import (
 )
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage
-from sim.spec.program import Backward, BackwardWeight, Forward, Lane
+from sim.spec.program import Backward, BackwardWeight, Compute, Forward, Lane
 
 Devices: TypeAlias = tuple[str, ...]
 Sign: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[str, ...]]
@@ -245,48 +244,37 @@ class Pricing:
         key = (kinds, len(devices), micro_batch, settings.sequence_parallel, slices)
         found = self._computation.get(key)
         if found is None:
-            model = replace(self.job.model, name="probe", layers=1)
-            software = replace(self.cluster.stack, micro_batch_s=0.0)  # it comes once, and not for each layer
-            plain, pointwise, selective, recomputing = (
-                ComputeCost(
-                    Plan(
-                        cluster=self.cluster.name,
-                        model=model,
-                        sequence_length=self.job.sequence_length,
-                        global_batch=micro_batch,
-                        pipelines=(Pipeline(micro_batch, 1, (stage(devices, (0, 1), micro_batch, mode),)),),
-                        precision=self.job.precision,
-                        gradient_precision=self.job.gradient_precision,
-                        sequence_parallel=settings.sequence_parallel,
-                        sequence_slices=slices,
-                    ),
-                    self.cluster,
-                    stack=software,
-                )
-                for mode in RECOMPUTE
+            plan = Plan(
+                cluster=self.cluster.name,
+                model=replace(self.job.model, name="probe", layers=1),
+                sequence_length=self.job.sequence_length,
+                global_batch=micro_batch,
+                pipelines=(Pipeline(micro_batch, 1, (stage(devices, (0, 1), micro_batch),)),),
+                precision=self.job.precision,
+                gradient_precision=self.job.gradient_precision,
+                sequence_parallel=settings.sequence_parallel,
+                sequence_slices=slices,
             )
-            middle, first, last = (
-                Lane(name, 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, embedding, head, sequence_slices=slices)
-                for name, embedding, head in (("middle", False, False), ("first", True, False), ("last", False, True))
-            )
-            kinds_of_pass = Forward, Backward, BackwardWeight
-            forward, backward, weight = (tuple([kind(i, (0, 1)) for i in range(slices)]) for kind in kinds_of_pass)
-            asked = (
-                (plain, middle, forward),
-                (plain, middle, backward),
-                (pointwise, middle, backward),
-                (selective, middle, backward),
-                (recomputing, middle, backward),
-                (plain, first, forward),
-                (plain, first, backward),
-                (plain, last, forward),
-                (plain, last, backward),
-                (plain, middle, weight),
-                (plain, last, weight),
+            cost = ComputeCost(plan, self.cluster)
+            lane = Lane("probe", 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, True, True, sequence_slices=slices)
+            plain = Inside(1, 0, 0, 0, False, False)
+            first, last = plain._replace(embedding=True), plain._replace(head=True)
+            asked: tuple[tuple[type[Compute], Inside], ...] = (
+                (Forward, plain),
+                (Backward, plain),
+                (Backward, plain._replace(pointwise=1)),
+                (Backward, plain._replace(selective=1)),
+                (Backward, plain._replace(full=1)),
+                (Forward, first),
+                (Backward, first),
+                (Forward, last),
+                (Backward, last),
+                (BackwardWeight, plain),
+                (BackwardWeight, last),
             )
             found = self._computation[key] = (
-                tuple(sum([cost.seconds(lane, i) for i in each]) / slices for cost, lane, each in asked),
-                tuple(cost.collectives(lane, each[0]) for cost, lane, each in asked),
+                tuple([sum([cost.passing_s(lane, kind, inside, i) for i in range(slices)]) / slices for kind, inside in asked]),
+                tuple([cost.collectives_of(lane, kind, inside) for kind, inside in asked]),
             )
         return found
 

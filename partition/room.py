@@ -1,8 +1,8 @@
 """How many layers a device holds: the bytes of a stage as a sum of parts that grow with its layers and with its micro-batches.
 
-What the parts are is not said here but asked of `sim.cost.memory`, by plans of models of a few layers whose totals are
-compared: under ZeRO 0 and 1 they are linear in the layers and in the micro-batches in flight, and it is asked about no other
-stages. Answers are kept for the next one that is alike.
+What the parts are is not said here but asked of `sim.cost.memory`, by the shapes of the lanes of a small plan and others like
+these, whose totals are compared: under ZeRO 0 and 1 they are linear in the layers and in the micro-batches in flight, and it is
+asked about no other stages. Answers are kept for the next one that is alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage, updated_parameters
-from sim.cost.memory import host_parameter_bytes, lane_parts
+from sim.cost.memory import LaneShape, MemoryRules, host_parameter_bytes, lane_shapes, rules_of, shape_parts
 from sim.spec.cluster import Cluster
 from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
@@ -143,62 +143,52 @@ class Room:
 
     def _probed(self, pipelines: int, degree: int, micro_batch: int, settings: Settings, depth: int) -> list[StageBytes]:
         """The bytes of each stage of pipelines of this depth."""
-
-        def totals(layers: int, in_flight: int, mode: str) -> list[int]:
-            return self._totals(pipelines, degree, micro_batch, settings, depth, layers, in_flight, mode)
-
-        asked = ((1, "none"), (2, "none"), *((1, mode) for mode in RECOMPUTE[1:]))
-        measured = [totals(layers, in_flight, mode) for layers, mode in asked for in_flight in (1, 2)]
-        slices = settings.sequence_slices  # all of a micro-batch are in flight here
-        found = []
-        for one, one_twice, two, two_twice, *others in zip(*measured, strict=True):
-            kept = (two_twice - two) - (one_twice - one)
-            flight = (one_twice - one) - kept
-            layer = (two - one) - kept
-            # The total of one layer less this is fixed, or the working memory of the mode: of one mode it does not matter which.
-            rest = one - layer - flight - kept
-            working = [0.0]
-            modes_kept = [float(kept)]
-            for once, twice in zip(others[::2], others[1::2], strict=True):
-                modes_kept.append(twice - once - flight)
-                working.append(once - layer - flight - modes_kept[-1] - rest)
-            least = min(working)
-            modes = tuple(ModeBytes(w - least, k / slices) for w, k in zip(working, modes_kept, strict=True))
-            found.append(StageBytes(rest + least, layer, flight / slices, modes))
-        return found
-
-    def _totals(
-        self,
-        pipelines: int,
-        degree: int,
-        micro_batch: int,
-        settings: Settings,
-        depth: int,
-        layers: int,
-        in_flight: int,
-        mode: str,
-    ) -> list[int]:
-        """The total of each stage of the first of some equal pipelines, each stage with so many layers."""
         names = _names()
         draft = tuple(
             Pipeline(
                 micro_batch,
-                in_flight,
-                tuple(
-                    stage([next(names) for _ in range(degree)], (s * layers, (s + 1) * layers), micro_batch, mode)
-                    for s in range(depth)
-                ),
+                1,
+                tuple(stage([next(names) for _ in range(degree)], (s, s + 1), micro_batch) for s in range(depth)),
             )
             for _ in range(pipelines)
         )
-        job = replace(
-            self._job,
-            model=replace(self._job.model, name="probe", layers=depth * layers),
-            global_batch=pipelines * micro_batch * in_flight,
-        )
+        model = replace(self._job.model, name="probe", layers=depth)
+        job = replace(self._job, model=model, global_batch=pipelines * micro_batch)
         # Under GPipe every micro-batch is in flight at once.
         plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
-        return [parts.total for _, _, _, parts in islice(lane_parts(plan, self._cluster.stack), depth)]
+        rules = rules_of(plan, self._cluster.stack)
+        return [_compared(rules, shape) for _, _, _, shape in islice(lane_shapes(plan), depth)]
+
+
+def _compared(rules: MemoryRules, shape: LaneShape) -> StageBytes:
+    """The bytes of a stage, from those of one with a layer and a micro-batch in flight, and of its like with more."""
+
+    def totals(layers: int, mode: str) -> tuple[int, int]:
+        """With so many layers in a mode, and with one micro-batch in flight or two."""
+        none, pointwise, selective, full = (layers * (mode == one) for one in RECOMPUTE)
+        like = shape._replace(none=none, pointwise=pointwise, selective=selective, full=full, shard=layers * shape.shard)
+        more = like._replace(
+            in_flight=2 * shape.in_flight,
+            embedding_in_flight=2 * shape.embedding_in_flight,
+            head_in_flight=2 * shape.head_in_flight,
+        )
+        return shape_parts(rules, like).total, shape_parts(rules, more).total
+
+    one, one_twice = totals(1, "none")
+    two, two_twice = totals(2, "none")
+    kept = (two_twice - two) - (one_twice - one)
+    flight = (one_twice - one) - kept
+    layer = (two - one) - kept
+    # The total of one layer less this is fixed, or the working memory of the mode: of one mode it does not matter which.
+    rest = one - layer - flight - kept
+    working = [0.0]
+    modes_kept = [float(kept)]
+    for once, twice in (totals(1, mode) for mode in RECOMPUTE[1:]):
+        modes_kept.append(twice - once - flight)
+        working.append(once - layer - flight - modes_kept[-1] - rest)
+    least, slices = min(working), rules.sequence_slices  # all of a micro-batch are in flight here
+    modes = tuple(ModeBytes(w - least, k / slices) for w, k in zip(working, modes_kept, strict=True))
+    return StageBytes(rest + least, layer, flight / slices, modes)
 
 
 def _divided_further(few: StageBytes, many: StageBytes, pipelines: int) -> StageBytes:

@@ -104,7 +104,7 @@ HOST_EXPONENT = 3
 one that errs least on vTrain's 431 runs (arXiv:2312.12391), half of them held out."""
 
 
-class _Inside(NamedTuple):
+class Inside(NamedTuple):
     """Of a part of a lane: its layers, those that are recomputed in full, selectively and pointwise, and its ends."""
 
     layers: int
@@ -175,7 +175,10 @@ class ComputeCost:
         found = self._collectives.get(key)
         if found is None:
             alone = len(lane.devices) == 1 and self.plan.expert_parallel == 1
-            found = () if alone or isinstance(instruction, OptimizerStep) else self._collectives_inside(lane, instruction)
+            if alone or isinstance(instruction, OptimizerStep):
+                found = ()
+            else:
+                found = self.collectives_of(lane, type(instruction), self._inside(lane, instruction.layers))
             self._collectives[key] = found
         return found
 
@@ -245,18 +248,18 @@ class ComputeCost:
             kinds = [at_speed(given[kind.name], kind.speed) if kind.name in given else kind for kind in kinds]
         return tuple({id(kind): kind for kind in kinds}.values())
 
-    def _inside(self, lane: Lane, layers: LayerRange) -> _Inside:
+    def _inside(self, lane: Lane, layers: LayerRange) -> Inside:
         """Of a part of a lane: its layers, how many of them are under each recompute mode, and its ends."""
         start, stop = layers
         again = self.plan.pipelines[lane.pipeline].stages[lane.stage].recomputed_within(layers)
         embedding = lane.embedding and start == 0
         head = lane.head and stop == self.plan.transformer.layers
-        return _Inside(stop - start, again["full"], again["selective"], again["pointwise"], embedding, head)
+        return Inside(stop - start, again["full"], again["selective"], again["pointwise"], embedding, head)
 
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
         device_s, host_s = self._both_s(lane, instruction)
-        return _launched_s(device_s, host_s) + self._comes_once(lane, instruction) * self.stack.micro_batch_s
+        return busy_s(device_s, host_s) + self._comes_once(lane, instruction) * self.stack.micro_batch_s
 
     def _comes_once(self, lane: Lane, instruction: Compute) -> bool:
         """Whether what comes once for each forward and each backward of a chunk is with this part: that of the first layer."""
@@ -265,7 +268,7 @@ class ComputeCost:
     def gap_s(self, lane: Lane, instruction: Compute) -> float:
         """Of an instruction's seconds of computation, those in which the GPU waits for the host: collectives find place there."""
         device_s, host_s = self._both_s(lane, instruction)
-        return _launched_s(device_s, host_s) - device_s
+        return busy_s(device_s, host_s) - device_s
 
     def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""
@@ -277,34 +280,51 @@ class ComputeCost:
 
     def _device_and_host_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """See `_both_s`."""
-        count, full, selective, pointwise, embedding, head = self._inside(lane, instruction.layers)
-        known, stack = self.pieces(lane, lane.slice_of(instruction.micro_batch)), self.stack
-        pieces = list(zip((count, embedding, head), known, strict=True))
-        layer = pieces[0][1]
-        seconds, kernels = 0.0, 0
-        if isinstance(instruction, Forward):
-            seconds += sum(times * piece.forward_s for times, piece in pieces)
-            kernels += sum(times * piece.forward_kernels for times, piece in pieces)
-        if isinstance(instruction, (Backward, BackwardInput)):
-            seconds += sum(times * piece.backward_input_s for times, piece in pieces)
-            seconds += full * layer.forward_s + selective * layer.attention_s
-            kernels += sum(times * piece.backward_input_kernels for times, piece in pieces)
-            kernels += full * layer.forward_kernels + selective * layer.attention_kernels
-        if isinstance(instruction, (Backward, BackwardWeight)):
-            seconds += sum(times * piece.backward_weight_s for times, piece in pieces)
-            seconds += pointwise * layer.pointwise_s  # only the gradients of matrices need what it brings back
-            kernels += sum(times * piece.backward_weight_kernels for times, piece in pieces)
-            kernels += pointwise * layer.pointwise_kernels
+        inside, place = self._inside(lane, instruction.layers), lane.slice_of(instruction.micro_batch)
+        seconds, kernels = self.launched(lane, type(instruction), inside, place)
         if _beside_exchange(lane, instruction):
-            seconds *= 1 + stack.overlap_slowdown
-        if stack.host_s == stack.tensor_host_s == 0:
+            seconds *= 1 + self.stack.overlap_slowdown
+        if self.stack.host_s == self.stack.tensor_host_s == 0:
             return seconds, 0.0
-        collectives = self.collectives(lane, instruction)
+        return seconds, self.host_s(lane, kernels, self.collectives(lane, instruction))
+
+    def launched(self, lane: Lane, kind: type[Compute], inside: Inside, place: int = 0) -> tuple[float, int]:
+        """Seconds of the GPU for what is inside a pass of a lane, of the slice at a place, and how many kernels that is.
+
+        Both grow in proportion to each of the numbers inside.
+        """
+        count, full, selective, pointwise, embedding, head = inside
+        known = self.pieces(lane, place)
+        pieces, layer = list(zip((count, embedding, head), known, strict=True)), known[0]
+        seconds, kernels = 0.0, 0
+        if kind is Forward:
+            seconds += sum([times * piece.forward_s for times, piece in pieces])
+            kernels += sum([times * piece.forward_kernels for times, piece in pieces])
+        if kind in (Backward, BackwardInput):
+            seconds += sum([times * piece.backward_input_s for times, piece in pieces])
+            seconds += full * layer.forward_s + selective * layer.attention_s
+            kernels += sum([times * piece.backward_input_kernels for times, piece in pieces])
+            kernels += full * layer.forward_kernels + selective * layer.attention_kernels
+        if kind in (Backward, BackwardWeight):
+            seconds += sum([times * piece.backward_weight_s for times, piece in pieces])
+            seconds += pointwise * layer.pointwise_s  # only the gradients of matrices need what it brings back
+            kernels += sum([times * piece.backward_weight_kernels for times, piece in pieces])
+            kernels += pointwise * layer.pointwise_kernels
+        return seconds, kernels
+
+    def passing_s(self, lane: Lane, kind: type[Compute], inside: Inside, place: int = 0) -> float:
+        """Seconds of computation of what is inside a pass of a lane, without what comes once for each pass."""
+        device_s, kernels = self.launched(lane, kind, inside, place)
+        return busy_s(device_s, self.host_s(lane, kernels, self.collectives_of(lane, kind, inside)))
+
+    def host_s(self, lane: Lane, kernels: int, collectives: Sequence[TensorCollective]) -> float:
+        """Seconds of the host to launch so many kernels of a lane, and collectives between them."""
+        stack = self.stack
         host_s = stack.host_s * (kernels + sum(collective.count for collective in collectives))
         if len(self.plan.pipelines[lane.pipeline].stages) > 1 and len(self.cluster.nodes) > 1:
             tensor = sum(collective.count for collective in collectives if collective.group == "tensor")
             host_s += stack.tensor_host_s * tensor * lane.tensor_parallel
-        return seconds, host_s
+        return host_s
 
     def attention_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of attention in an instruction, recomputed attention included."""
@@ -341,26 +361,24 @@ class ComputeCost:
         traffic = self.stack.optimizer_traffic * num_bytes
         return self.stack.step_s + max(rate.memory_s(traffic) + rate.launch_s for rate in rates)
 
-    def _collectives_inside(self, lane: Lane, instruction: Compute) -> tuple[TensorCollective, ...]:
-        """See `collectives`."""
+    def collectives_of(self, lane: Lane, kind: type[Compute], inside: Inside) -> tuple[TensorCollective, ...]:
+        """See `collectives`; of what is inside a pass. How many there are grows in proportion to each of the numbers inside."""
         plan, model = self.plan, self.plan.transformer
-        count, full, selective, _, embedding, head = self._inside(lane, instruction.layers)
+        count, full, selective, _, embedding, head = inside
         share, degree = lane.sequences[1] - lane.sequences[0], lane.tensor_parallel
         tokens, element_bytes = share * plan.slice_length // plan.context_parallel, PRECISION_BYTES[plan.precision]
-        inside = boundary_bytes(model, share, plan.slice_length, element_bytes) // plan.context_parallel
+        boundary = boundary_bytes(model, share, plan.slice_length, element_bytes) // plan.context_parallel
         at_ends = tokens * model.embedding_width * element_bytes
-        forward = isinstance(instruction, Forward)
-        inputs = isinstance(instruction, (Backward, BackwardInput))
-        weights = isinstance(instruction, (Backward, BackwardWeight))
+        forward, inputs, weights = kind is Forward, kind in (Backward, BackwardInput), kind in (Backward, BackwardWeight)
         passes = (count if forward else 0) + (full + count if inputs else 0)
         tally: _Tally = {}
         if degree > 1 and plan.sequence_parallel:
-            _add(tally, "all_gather", inside, 2 * passes + (2 * count if weights else 0))
-            _add(tally, "reduce_scatter", inside, 2 * passes)
+            _add(tally, "all_gather", boundary, 2 * passes + (2 * count if weights else 0))
+            _add(tally, "reduce_scatter", boundary, 2 * passes)
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))
             _add(tally, "all_gather", at_ends, (embedding and weights) + (head and forward) + (head and weights))
         elif degree > 1:
-            _add(tally, "all_reduce", inside, 2 * passes)
+            _add(tally, "all_reduce", boundary, 2 * passes)
             _add(tally, "all_reduce", at_ends, (embedding and forward) + (head and inputs))
         if degree > 1:
             _add(tally, "all_reduce", 4 * tokens, 3 if head and forward else 0)
@@ -369,7 +387,7 @@ class ComputeCost:
             rounds = passes + (count + selective if inputs else 0)
             _add(tally, "ring", both / plan.context_parallel, rounds, "context")
         if plan.expert_parallel > 1 and model.experts is not None:
-            routed = inside * model.experts.top_k / (degree if plan.sequence_parallel else 1)
+            routed = boundary * model.experts.top_k / (degree if plan.sequence_parallel else 1)
             _add(tally, "all_to_all", routed, 2 * passes, "expert")
         return tuple(TensorCollective(kind, num_bytes, n, group) for (kind, num_bytes, group), n in tally.items())
 
@@ -381,7 +399,7 @@ def _key(lane: Lane, instruction: Compute | OptimizerStep, asked: str) -> object
     return lane.name, *work_key(instruction, lane.sequence_slices)
 
 
-def _launched_s(device_s: float, host_s: float) -> float:
+def busy_s(device_s: float, host_s: float) -> float:
     """Seconds of work that keeps a GPU busy for `device_s` and the host that launches it for `host_s`.
 
     No less than either, and more where they are near: small kernels wait for the host while it is still late, large ones make it

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.collectives import by_nccl, collective
-from sim.cost.compute import ComputeCost, host_of
+from sim.cost.compute import ComputeCost, Inside, host_of
 from sim.cost.estimate import Estimate
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import (
@@ -35,7 +35,7 @@ from sim.cost.memory import (
 )
 from sim.cost.network import Network
 from sim.cost.price import dollars
-from sim.cost.traffic import work
+from sim.cost.traffic import Growth, growth, work
 from sim.spec.cluster import Cluster, Device
 from sim.spec.compile import common_refinement
 from sim.spec.counts import (
@@ -109,6 +109,7 @@ class Estimates:
         self._transfers = _Transfers(recurrence)
         self._groups = _Groups(cluster, job, self.network, self._paths)
         self._settings: dict[object, _Settings] = {}
+        self._growths: dict[tuple[bool, int], dict[object, Growth | None]] = {}
         self._known_models: list[object] = []
         self._idle_watts = sum(device.gpu.idle_watts for device in cluster.devices)
         self._peak_flop_per_s = cluster.peak_flop_per_s(job.precision)
@@ -170,7 +171,8 @@ class Estimates:
         )
         settings = self._settings.get(key)
         if settings is None:
-            settings = self._settings[key] = _Settings(plan, self.cluster, self.network, self._groups, self._compiled)
+            growths = self._growths.setdefault((plan.sequence_parallel, plan.sequence_slices), {})
+            settings = self._settings[key] = _Settings(plan, self.cluster, self.network, self._groups, self._compiled, growths)
         if not settings.followed:
             return None
         try:
@@ -555,7 +557,15 @@ def _has_neighbours(stage: Stage) -> bool:
 class _Settings:
     """Plans that agree in all but their pipelines, and what is known of their stages."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, network: Network, groups: _Groups, compiled: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        network: Network,
+        groups: _Groups,
+        compiled: Any,
+        growths: dict[object, Growth | None],
+    ) -> None:
         self._plan, self._network, self._cluster, self._groups, self._compiled = plan, network, cluster, groups, compiled
         stack, model = cluster.stack, plan.transformer
         self.followed = (
@@ -616,9 +626,8 @@ class _Settings:
         self._alones: dict[_Look, tuple[ComputeCost, Lane]] = {}
         self._parts: dict[object, int] = {}
         self._steps_of: dict[int, int] = {}
-        self._convex = stack.host_s == stack.tensor_host_s == 0
-        """Whether seconds are sums and maxima of what grows in proportion; a host that is waited for adds otherwise."""
-        self._planes: dict[object, tuple[float, ...] | None] = {}
+        self._growths = growths
+        """Of passes; plans of other schedules and ZeRO stages have the same."""
 
     def tables(self) -> Any:
         """The tables, as the compiled arithmetic takes them."""
@@ -856,51 +865,31 @@ class _Settings:
     # --- Seconds ---
 
     def _whole_s(self, look: _Look, kind: type[Pass], place: int = 0, waits: bool = False) -> float:
-        """Seconds of a forward or backward, or of a half of one, of all layers of a stage, or of the collectives it `waits` for.
+        """As `_taken_s`, of all layers of a stage."""
+        return self._taken_s(look, kind, (0, look.layers), place, waits)
 
-        Where sequences come in slices, it is of the slice at a place.
+    def _taken_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int = 0, waits: bool = False) -> float:
+        """Seconds of a forward or backward, or of a half of one, of some of a stage's layers, given from its first one on, with
+        its collectives, or of those that it `waits` for.
 
-        They are a convex function of the layers and of those in each mode: maxima of sums that grow in proportion. Where it is
-        on a plane at its corners and somewhere inside, it is that plane and is not asked again.
+        They are alone on their links. Where sequences come in slices, it is of the slice at a place.
         """
-        if not self._convex or self._model.layers < 4 or look.layers == 0 or look.ends == 3:
-            return self._work_s(look, kind, (0, look.layers), place, waits)
-        key = look.alike, look.share, look.ends, kind, place, waits
-        if key not in self._planes:
-            self._planes[key] = self._plane(look, kind, place, waits)
-        plane = self._planes[key]
-        if plane is None:
-            return self._work_s(look, kind, (0, look.layers), place, waits)
-        once, each, full, selective, pointwise = plane
-        return once + look.layers * each + look.full * full + look.selective * selective + look.pointwise * pointwise
+        key = look.alike, look.share, look.ends == 3, kind, place
+        if key not in self._growths:
+            whole = self._model.layers if look.ends == 3 else 1
+            cost, lane = self._alone(
+                look._replace(layers=whole, ends=look.ends if look.ends == 3 else 0, full=0, selective=0, pointwise=0)
+            )
+            self._growths[key] = growth(self._network, cost, lane, kind, place)
+        found = self._growths[key]
+        if found is None:
+            return self._work_s(look, kind, part, place, waits)
+        a, b = part
+        inside = Inside(b - a, *_within(look, part), bool(look.ends & 1 and a == 0), bool(look.ends & 2 and b == look.layers))
+        return found.alone_s(inside, a == 0, kind is not Forward and b < look.layers)[waits]
 
-    def _plane(self, look: _Look, kind: type[Pass], place: int, waits: bool) -> tuple[float, ...] | None:
-        """Seconds without layers, for each layer, and for each in each mode; None where they do not grow so."""
-
-        def seconds(layers: int, *counts: int) -> float:
-            return self._work_s(_Look(look.alike, look.share, look.ends, layers, *counts), kind, (0, layers), place, waits)
-
-        n, none = self._model.layers, (0, 0, 0)
-        least, most = seconds(1, *none), seconds(n, *none)
-        each = (most - least) / (n - 1)
-        half, quarter = n // 2, n // 4
-        modes = ((1, 0, 0), (0, 1, 0), (0, 0, 1)) if kind is not Forward else ()
-        again = [(seconds(n, *(n * one for one in mode)) - most) / n for mode in modes] or [0.0] * len(none)
-        asked = [(half, none), *((half, tuple(quarter * one for one in mode)) for mode in modes), *((1, mode) for mode in modes)]
-        if modes:
-            asked.append((half, (quarter, 0, half - quarter)))
-        for layers, counts in asked:
-            expected = least + (layers - 1) * each + sum(n * s for n, s in zip(counts, again, strict=True))
-            if abs(seconds(layers, *counts) - expected) > 1e-12 * most:
-                return None
-        return least - each, each, *again
-
-    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int = 0, waits: bool = False) -> float:
-        """Seconds of a pass through some of a stage's layers, given from its first one on, with its collectives, or of those that
-        it `waits` for.
-
-        They are alone on their links. What `ComputeCost.shape` says decides them is the key under which they are kept.
-        """
+    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int, waits: bool) -> float:
+        """As `_taken_s`, where seconds do not grow in proportion. What `ComputeCost.shape` says decides them is their key."""
         a, b = part
         inside = _within(look, part) if kind is not Forward else ()
         embedding, head, beside = look.ends & 1 and a == 0, look.ends & 2 and b == look.layers, b < look.layers
@@ -979,7 +968,7 @@ class _Settings:
             key = b - a, _within(look, part), a == 0, b == layers
             found = known.get(key)
             if found is None:
-                found = known[key] = self._work_s(look, kind, part)
+                found = known[key] = self._taken_s(look, kind, part)
             seconds.append(found)
         return seconds
 

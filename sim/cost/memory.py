@@ -363,7 +363,17 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
     Raises InputError where a pipeline's layer ranges are not laid as the schedule takes them.
     """
     rules = rules_of(plan, software or stack("motley"))
-    known, held = rules.known, count_holders(plan)
+    known = rules.known
+    for p, s, r, shape in lane_shapes(plan):
+        parts = known.get(shape)
+        if parts is None:
+            parts = known[shape] = shape_parts(rules, shape)
+        yield p, s, r, parts
+
+
+def lane_shapes(plan: Plan) -> Iterator[tuple[int, int, int, LaneShape]]:
+    """The shape of every lane, with the indices of its pipeline, stage and replica. Raises InputError as `lane_parts` does."""
+    held = count_holders(plan)
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
         depth = len(pipeline.stages)
@@ -405,10 +415,7 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
                     held.head_shards,
                     sum(members > 1 for members in groups),
                 )
-                parts = known.get(shape)
-                if parts is None:
-                    parts = known[shape] = shape_parts(rules, shape)
-                yield p, s, r, parts
+                yield p, s, r, shape
 
 
 def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, ring_exchange
-from sim.cost.compute import ComputeCost, TensorCollective
+from sim.cost.compute import ComputeCost, Inside, TensorCollective, busy_s
 from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
@@ -111,13 +112,104 @@ def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s:
 
     `tensor_s` and `context_s`: what these collectives take alone; see `work`.
     """
-    overlapped, hidden, ranks = cost.stack.tensor_overlap, 0.0, lane.context_parallel
+    hidden, ranks = 0.0, lane.context_parallel
     if context_s:
         hidden = min(1.0, cost.attention_s(lane, instruction) * (ranks - 1) / ranks / context_s)
-    exposed_s = (1 - overlapped) * tensor_s
-    if exposed_s and (gap_s := cost.gap_s(lane, instruction)):
-        overlapped += (1 - overlapped) * min(1.0, gap_s / exposed_s)
-    return overlapped, hidden
+    return _overlapped(cost.stack, tensor_s, cost.gap_s(lane, instruction) if tensor_s else 0.0), hidden
+
+
+def _overlapped(stack: Stack, tensor_s: float, gap_s: float) -> float:
+    """The share that hides of the collectives of tensor ranks, where the GPU waits for the host for so many seconds."""
+    exposed_s = (1 - stack.tensor_overlap) * tensor_s
+    if exposed_s and gap_s:
+        return stack.tensor_overlap + (1 - stack.tensor_overlap) * min(1.0, gap_s / exposed_s)
+    return stack.tensor_overlap
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How what a pass through a part of a stage takes grows with what is inside.
+
+    So it can be asked for any numbers of layers at once, where `work` looks into each of them. Rows have a figure for each of
+    `Inside`, of a layer as it is without recomputation, and what the modes add to it.
+    """
+
+    stack: Stack
+    device_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+    """Of the collectives of tensor ranks."""
+    links_s: tuple[tuple[float, ...], ...]
+    """Those that these keep each link busy; links that are never the busiest are left out."""
+    once_s: float
+
+    def alone_s(self, inside: Inside, once: bool = True, beside_exchange: bool = False) -> tuple[float, float]:
+        """Seconds of a pass that has its links alone, as `Work.alone_s` has them, and of the collectives that it waits for.
+
+        `once` says whether what comes once for each pass of a stage comes with this part, `beside_exchange` whether gradients
+        are on their way meanwhile.
+        """
+
+        def of(row: tuple[float, ...]) -> float:
+            return sum([number * each for number, each in zip(inside, row, strict=True)])
+
+        device_s = of(self.device_s)
+        if beside_exchange:
+            device_s *= 1 + self.stack.overlap_slowdown
+        seconds = busy_s(device_s, of(self.host_s))
+        gap_s, seconds = seconds - device_s, seconds + once * self.once_s
+        if not self.links_s:
+            return seconds, 0.0
+        tensor_s = of(self.latency_s) + max([of(row) for row in self.links_s])
+        overlapped = _overlapped(self.stack, tensor_s, gap_s)
+        after_s = (1 - overlapped) * tensor_s
+        return max(seconds, overlapped * tensor_s) + after_s, after_s
+
+
+def growth(network: Network, cost: ComputeCost, lane: Lane, kind: type[Compute], place: int = 0) -> Growth | None:
+    """How what passes of a lane take grows, of the slice at a place; None where not everything grows in proportion.
+
+    What messages that keep a stage take, context ranks, experts and steps of rings does not.
+    """
+    stack, plan = cost.stack, cost.plan
+    if stack.ring_step_s or stack.keeps_messages(len(network.cluster.nodes)) or plan.context_parallel * plan.expert_parallel > 1:
+        return None
+    device, host, latency, links = [], [], [], []
+    for inside in _UNITS:
+        device_s, kernels = cost.launched(lane, kind, inside, place)
+        collectives = cost.collectives_of(lane, kind, inside)
+        transfer = together([_inside(network, cost, lane, one) for one in collectives])
+        transfer = _slowed(transfer, inner_scale(network, stack, transfer))
+        device.append(device_s)
+        host.append(cost.host_s(lane, kernels, collectives))
+        latency.append(transfer.latency_s)
+        links.append(network.seconds_by_link(transfer))
+    by_link = [tuple([found.get(link, 0.0) for found in links]) for link in dict.fromkeys(chain.from_iterable(links))]
+    busiest = [one for one in dict.fromkeys(by_link) if not any(other != one and _covers(other, one) for other in by_link)]
+    once_s = 0.0 if kind is BackwardWeight else stack.micro_batch_s
+    return Growth(stack, _added(device), _added(host), _added(latency), tuple(map(_added, busiest)), once_s)
+
+
+_UNITS = (
+    Inside(1, 0, 0, 0, False, False),
+    Inside(1, 1, 0, 0, False, False),
+    Inside(1, 0, 1, 0, False, False),
+    Inside(1, 0, 0, 1, False, False),
+    Inside(0, 0, 0, 0, True, False),
+    Inside(0, 0, 0, 0, False, True),
+)
+"""A layer, one in each mode of recomputation, the embedding and the head."""
+
+
+def _added(figures: Sequence[float]) -> tuple[float, ...]:
+    """A row of `Growth` of the figures of the units."""
+    layer, full, selective, pointwise, embedding, head = figures
+    return layer, full - layer, selective - layer, pointwise - layer, embedding, head
+
+
+def _covers(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether no figure of one is below that of another."""
+    return all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def _blocked_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:

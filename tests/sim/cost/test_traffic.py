@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, TensorCollective, optimizer_bytes
+from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, Inside, TensorCollective, optimizer_bytes
 from sim.cost.estimate import Estimate
 from sim.cost.network import Network, Transfer, together
-from sim.cost.traffic import Work, exchange, message, work
+from sim.cost.traffic import Work, exchange, growth, message, work
 from sim.engine import simulate
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan
-from sim.spec.counts import layer_parameter_parts, layer_parameters
+from sim.spec.counts import RECOMPUTE, layer_parameter_parts, layer_parameters
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.program import (
     Backward,
@@ -339,6 +339,57 @@ def test_the_estimate_is_the_simulation_on_any_stack(known: tuple[Cluster, Plan]
     estimate = Estimate(chosen, cluster)
     estimated_s = estimate.iteration_s()
     assert estimated_s == pytest.approx(simulate_every_lane(chosen, cluster).iteration_s, rel=nearly(estimate))
+
+
+@drawn(
+    any_=stacks,
+    groups=st.sampled_from(
+        (["n0/0", "n1/0"], ["n0/0 n0/1", "n1/0 n1/1", "n2/0 n2/1"], ["n0/0 n1/0", "n2/0 n3/0"], ["n0/0 n0/1"])
+    ),
+    modes=st.sampled_from(list(combinations(RECOMPUTE, 2))),
+    kind=st.sampled_from((Forward, Backward, BackwardInput, BackwardWeight)),
+    slices=st.sampled_from((1, 2)),
+    sequence_parallel=st.booleans(),
+    data=st.data(),
+)
+def test_the_growth_of_a_pass_is_its_work_whatever_is_inside(
+    any_: Stack,
+    groups: list[str],
+    modes: tuple[str, str],
+    kind: type[Compute],
+    slices: int,
+    sequence_parallel: bool,
+    data: st.DataObject,
+) -> None:
+    stack = replace(any_, ring_step_s=0.0, blocking_messages=False, message_s=0.0)
+    cluster = world(4, 2, stack=stack, latency_s=1e-5)
+    model = replace(MODEL, layers=9)
+    given = plan(groups, model=model, sequence_parallel=sequence_parallel, schedule="split-1f1b", sequence_slices=slices)
+    which = data.draw(st.integers(0, len(groups) - 1))
+    stages = list(given.pipelines[0].stages)
+    stages[which] = stages[which].recomputing(modes[1], data.draw(st.integers(0, stages[which].layer_count)), modes[0])
+    given = replace(given, pipelines=(replace(given.pipelines[0], stages=tuple(stages)),))
+    lane = replace(compile_plan(given).lanes[which], split="last")
+    ((first, last),) = lane.layers
+    start, stop = data.draw(
+        st.tuples(st.integers(first, last - 1), st.integers(first + 1, last)).filter(lambda ab: ab[0] < ab[1])
+    )
+    place = data.draw(st.integers(0, slices - 1))
+    again = stages[which].recomputed_within((start, stop))
+    inside = Inside(
+        stop - start,
+        again["full"],
+        again["selective"],
+        again["pointwise"],
+        lane.embedding and start == 0,
+        lane.head and stop == 9,
+    )
+    network, cost = Network(cluster), ComputeCost(given, cluster)
+    grown = growth(network, cost, replace(lane, embedding=False, head=False), kind, place)
+    assert grown is not None
+    expected = work(network, cost, lane, kind(place, (start, stop)))
+    found = grown.alone_s(inside, start == first, kind is not Forward and stop < last)
+    assert found == pytest.approx((expected.alone_s(network), network.alone_s(expected.after)), rel=1e-12, abs=1e-15)
 
 
 # --- Exchanges in parts ----------------------------------------------------------------------------------------------
