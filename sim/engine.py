@@ -143,7 +143,7 @@ class _Flows:
             self._arrive(flow)
             return
         alone = True
-        for link, _ in route.shares:
+        for link in route.links:
             on_link = self._on_link.setdefault(link, {})
             if on_link:
                 alone = False
@@ -169,7 +169,7 @@ class _Flows:
         env.timeout(flow.left_bytes / rate).callbacks.append(end)
 
     def _end(self, flow: _Flow) -> None:
-        for link, _ in flow.route.shares:
+        for link in flow.route.links:
             on_link = self._on_link[link]
             del on_link[flow.number]
             if on_link:
@@ -206,14 +206,15 @@ class _Flows:
             component: dict[int, _Flow] = {}
             frontier = [link]
             seen.add(link)
-            while frontier:
-                for number, flow in on_link[frontier.pop()].items():
+            for at in frontier:  # which grows meanwhile
+                for number, flow in on_link[at].items():
                     if number not in component:
                         component[number] = flow
-                        for other, _ in flow.route.shares:
+                        for other in flow.route.links:
                             if other not in seen:
                                 seen.add(other)
-                                frontier.append(other)
+                                if len(on_link[other]) > 1:
+                                    frontier.append(other)
             flows = [component[number] for number in sorted(component)]
             for flow, rate in zip(flows, self._rates(flows), strict=True):
                 if rate != flow.rate:

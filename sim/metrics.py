@@ -253,6 +253,15 @@ LaneUse: TypeAlias = tuple[float, float, float]
 """Seconds of work, of communication that work does not hide, and of neither."""
 
 
+def work_s(trace: Trace) -> dict[str, float]:
+    """Each lane's seconds of work: the first of what `lane_use` tells, and quicker to find."""
+    spans: dict[str, list[Interval]] = {lane: [] for lane in trace.lanes}
+    for span in trace.spans:
+        if ACTIVITIES[type(span.instruction)] in BUSY:
+            spans[span.lane].append((max(span.start_s, 0.0), min(span.end_s, trace.iteration_s)))
+    return {lane: covered_s(inside) for lane, inside in spans.items()}
+
+
 def lane_use(trace: Trace) -> dict[str, LaneUse]:
     """Each lane's seconds of work, of communication that work does not hide, and of neither; they sum to the iteration.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sim.cost.feasibility import infeasible
 from sim.cost.network import Network
 from sim.engine import condensed
-from sim.metrics import cost, lane_use, report
+from sim.metrics import cost, report, work_s
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
 from sim.spec.judge import Forecast, Infeasible, Verdict
@@ -29,8 +29,9 @@ def simulation(cluster: Cluster, job: Job, seed: int = 0) -> Forecast:
         if isinstance(reason, Infeasible):
             return reason
         found = condensed(plan, network)
-        uses = lane_use(found.part)
-        lanes = {lane: uses[first] for lane, first in found.like.items()}
+        busy_s, iteration_s = work_s(found.part), found.part.iteration_s
+        # A verdict does not tell what of the rest is communication.
+        lanes = {lane: (busy_s[first], 0.0, max(iteration_s - busy_s[first], 0.0)) for lane, first in found.like.items()}
         return cost(report(replace(found.part, lanes=found.lanes), cluster, lanes=lanes))
 
     return Forecast(judge)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from sim.cost.network import Transfer
 
@@ -27,6 +28,11 @@ class Route:
     size_bytes: float
     alone_bytes_per_s: float
     latency_s: float
+
+    @cached_property
+    def links(self) -> tuple[int, ...]:
+        """The links of its shares."""
+        return tuple([link for link, _ in self.shares])
 
 
 def slowest_bytes(transfer: Transfer, capacities: Sequence[float]) -> float:

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cost.price import dollars, energy_j
-from sim.metrics import DeviceUse, LinkLoad, cost, covered_s, infeasible_report, lane_use, recompute_flop, report, report_json
+from sim.metrics import (
+    DeviceUse,
+    LinkLoad,
+    cost,
+    covered_s,
+    infeasible_report,
+    lane_use,
+    recompute_flop,
+    report,
+    report_json,
+    work_s,
+)
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import NOMINAL_EFFICIENCY, GpuKind
 from sim.spec.judge import Infeasible
@@ -175,7 +186,9 @@ placed = st.builds(
 
 @given(st.lists(placed, max_size=12))
 def test_busy_communication_and_idle_sum_to_the_iteration(made: list[Span]) -> None:
-    found = report(replace(TRACE, spans=tuple(made)), CLUSTER)
+    trace = replace(TRACE, spans=tuple(made))
+    assert work_s(trace) == {lane: busy_s for lane, (busy_s, _, _) in lane_use(trace).items()}
+    found = report(trace, CLUSTER)
     for use in found.devices:
         assert min(use.busy_s, use.communication_s, use.idle_s) >= 0
         assert use.busy_s + use.communication_s + use.idle_s == pytest.approx(10.0, abs=1e-9)
