@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -225,31 +225,20 @@ class Assembly:
         first: bool,
         last: bool,
     ) -> Callable[[int], tuple[float, int]]:
-        """A function of a number of layers: a stage's seconds for one micro-batch, and how much it recomputes."""
-        alike = id(self._pricing.stage(devices, micro_batch, settings)), self._room.capacity_bytes(devices), len(devices)
-        key = (alike, pipelines, micro_batch, settings, flying, first, last)
+        """A function of layers: a stage's seconds for one micro-batch, infinite where they do not fit, and its recomputation."""
+        pieces, capacity_bytes = self._pricing.stage(devices, micro_batch, settings), self._room.capacity_bytes(devices)
+        key = id(pieces), capacity_bytes, len(devices), pipelines, micro_batch, settings, flying, first, last
         found = self._stages.get(key)
         if found is None:
-            seconds = partial(self._seconds, devices, pipelines, micro_batch, settings, flying, first, last)
-            found = self._stages[key] = cache(seconds)
-        return found
+            held = self._room.stage(pipelines, len(devices), micro_batch, settings, first, last)
 
-    def _seconds(
-        self,
-        devices: tuple[str, ...],
-        pipelines: int,
-        micro_batch: int,
-        settings: Settings,
-        flying: float,
-        first: bool,
-        last: bool,
-        layers: int,
-    ) -> tuple[float, int]:
-        """See `_table`. Infinite where the layers do not fit."""
-        held = self._room.stage(pipelines, len(devices), micro_batch, settings, first, last)
-        amount = held.least_recomputation(self._room.capacity_bytes(devices), layers, flying)
-        if amount is None:
-            return math.inf, 0
-        pieces = self._pricing.stage(devices, micro_batch, settings)
-        seconds = pieces.forward_s(layers, first, last)
-        return seconds + pieces.backward_s(recomputed(layers, amount), first, last), amount
+            @cache
+            def seconds(layers: int) -> tuple[float, int]:
+                amount = held.least_recomputation(capacity_bytes, layers, flying)
+                if amount is None:
+                    return math.inf, 0
+                backward_s = pieces.backward_s(recomputed(layers, amount), first, last)
+                return pieces.forward_s(layers, first, last) + backward_s, amount
+
+            found = self._stages[key] = seconds
+        return found
