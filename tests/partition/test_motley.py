@@ -38,12 +38,18 @@ ROOT = Path(__file__).parents[2]
 
 def descended() -> _Hunt:
     """A search that has descended among the deals of a cluster of two kinds, and done nothing else."""
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX4090", 4))
+    world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX4090", 2))
     search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 20.0)
     hunt = _Hunt(search, usable_nodes(search))
     hunt.begin_deals()
     hunt.deal()
     return hunt
+
+
+@pytest.fixture(scope="module")
+def hunt() -> _Hunt:
+    """Such a search, which several tests look at."""
+    return descended()
 
 
 def judged_s(hunt: _Hunt, deal: Deal) -> float:
@@ -54,8 +60,7 @@ def judged_s(hunt: _Hunt, deal: Deal) -> float:
     return verdict.iteration_s if isinstance(verdict, Cost) else math.inf
 
 
-def test_what_descents_end_at_is_judged_and_told_to_the_search() -> None:
-    hunt = descended()
+def test_what_descents_end_at_is_judged_and_told_to_the_search(hunt: _Hunt) -> None:
     search = hunt.search
     assert len(hunt.ends) > 1
     assert search.best is not None
@@ -66,11 +71,14 @@ def test_what_descents_end_at_is_judged_and_told_to_the_search() -> None:
         assert judged_s(hunt, deal) == seconds
 
 
-def test_descents_beat_their_starts_and_are_the_same_again() -> None:
-    one, again = descended(), descended()
-    assert one.ends == again.ends
-    starts = [judged_s(one, start) for start in one.firsts]
-    assert min(seconds for seconds, _ in one.ends.values()) < min(starts)
+def test_descents_beat_their_starts_and_are_the_same_again(hunt: _Hunt) -> None:
+    assert hunt.ends == descended().ends
+    starts = [judged_s(hunt, start) for start in hunt.firsts]
+    assert min(seconds for seconds, _ in hunt.ends.values()) < min(starts)
+
+
+OVERRUNS_S = 5e-3
+"""The judge takes so long for a unit of work where descents that do not expect that ask for one verdict too many."""
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> tuple[_Hunt, float]:
@@ -101,15 +109,15 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
     return hunt, now_s
 
 
-def test_descents_ask_for_no_verdict_that_would_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    overruns_s = []
-    for slowness_s in (2e-3, 4e-3, 5e-3, 7e-3):
-        hunt, ended_s = timed(monkeypatch, True, slowness_s)
-        assert hunt.search.judged > 1
-        assert ended_s <= 10.0
-        with monkeypatch.context() as patched:
-            overruns_s.append(timed(patched, False, slowness_s)[1] - 10.0)
-    assert max(overruns_s) > 0  # of searches that do not expect how long a verdict takes
+@pytest.mark.parametrize("slowness_s", [pytest.param(2e-3, marks=pytest.mark.slow), 4e-3, OVERRUNS_S, 7e-3])
+def test_descents_ask_for_no_verdict_that_would_come_too_late(slowness_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt, ended_s = timed(monkeypatch, True, slowness_s)
+    assert hunt.search.judged > 1
+    assert ended_s <= 10.0
+
+
+def test_descents_that_do_not_expect_how_long_a_verdict_takes_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timed(monkeypatch, False, OVERRUNS_S)[1] > 10.0
 
 
 def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
@@ -126,7 +134,7 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
 
 
 def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_tried() -> None:
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+    world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2))
     search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
     hunt = _Hunt(search, usable_nodes(search))
     hunt.load(60.0)
@@ -142,7 +150,7 @@ def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_trie
 
 
 def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one() -> None:
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
+    world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX3080Ti", 2))
     work = job(SMALL, sequence_length=2048, batch=32)
     search = Search(world, work, simulation(world, work), 0, 600.0)
     hunt = _Hunt(search, usable_nodes(search))
@@ -240,7 +248,7 @@ def test_no_megatron_grid_is_faster_on_equal_gpus(world: Cluster) -> None:
     plans = [make_plan(world, work, *grid) for grid in grids(search, usable_nodes(search))]
     verdicts = [verdict for verdict in map(judge, plans) if isinstance(verdict, Cost)]
     assert len(verdicts) > 100
-    result = partition.plan(world, work, budget_s=8.0)
+    result = partition.plan(world, work, budget_s=4.0)
     assert result.cost is not None
     assert result.cost.iteration_s <= min(verdict.iteration_s for verdict in verdicts) * (1 + 1e-9)
 
@@ -260,11 +268,11 @@ def test_a_small_model_on_short_sequences_has_the_large_micro_batches_that_pay()
 
 @pytest.mark.parametrize("objective", ["cost", "energy"])
 def test_no_other_planner_finds_what_costs_less_where_gpus_cost(objective: str) -> None:
-    world = cluster(priced("a", "RTX4090", 4, 0.5, 30.0, 450.0), priced("b", "RTX3090", 4, 0.3, 20.0, 350.0))
+    world = cluster(priced("a", "RTX4090", 2, 0.5, 30.0, 450.0), priced("b", "RTX3090", 2, 0.3, 20.0, 350.0))
     work, ledger = job(SMALL, batch=32), Ledger(world)
 
     def took(planner: str) -> float:
-        result = partition.plan(world, work, planner, budget_s=6.0, objective=objective)
+        result = partition.plan(world, work, planner, budget_s=3.0, objective=objective)
         assert result.plan is not None and result.cost is not None
         outlay = ledger.outlay(result.plan, result.cost)
         return outlay.joules_per_token if objective == "energy" else outlay.dollars_per_billion_tokens or 0.0
@@ -273,13 +281,9 @@ def test_no_other_planner_finds_what_costs_less_where_gpus_cost(objective: str) 
 
 
 SCRIPT = """
-import sys
-from pathlib import Path
 import partition
 from partition import parallel
-from sim.spec.cluster import read_cluster
-from sim.spec.job import Job
-from sim.spec.transformer import transformer
+from tests.partition.small_worlds import SMALL, cluster, job, node
 
 parallel.cores = lambda: 2
 told = []
@@ -289,8 +293,8 @@ def progress(search):
     if len(told) == 4:
         print("judged", flush=True)
 
-cluster = read_cluster(Path("examples/clusters/hexiscale-mixed-b.yaml"))
-result = partition.plan(cluster, Job(transformer("llama-2-13b"), 4096, 256), budget_s=60.0, progress=progress)
+world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX4090", 4))
+result = partition.plan(world, job(SMALL), budget_s=60.0, progress=progress)
 assert result.judged == told[-1][0], told
 assert result.cost.iteration_s == min(seconds for _, seconds in told), told
 print(result.stopped, result.judged >= 4, result.seconds < 60.0 * DEALT)
