@@ -1,13 +1,13 @@
 """Measures how soon motley's search is near the best plan that any planner finds, and how it fares on larger pools.
 
-    python benchmarks/search_time.py [--skip-long]
+    python benchmarks/search_time.py [--long PLANNER ...]
 
 Two tables, in benchmarks/results/search-time.txt, from the rows of search-time.csv, a row per search. What stands there is not
 searched again, and a search that was killed loses only itself; `--again` begins anew.
 
 - On 32, 256 and 1,024 GPUs of mixed kinds, motley has 5, 30 and 120 seconds with each of some seeds. The best plan is that of all
   these searches, of those that the other planners, and motley itself, make there in ten minutes, as far as these stand in
-  search-time.csv or are not skipped, and of those of the arena (arena.csv) at the same place.
+  search-time.csv or are asked for, and of those of the arena (arena.csv) at the same place.
 - On pools of 256 and 512 GPUs, those of the published plans made larger, each planner has 30 seconds.
 """
 
@@ -37,6 +37,8 @@ LIMITS = {32: 5.0, 256: 30.0, 1024: 120.0}
 
 LONG_S, POOL_S = 600.0, 30.0
 RIVALS = ("metis", "sailor", "amp", "flashflex")
+LONG = ("motley", "megatron", "varuna", "pipette", "holmes", *RIVALS)
+"""The planners that search for ten minutes, if they are asked to."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def cells(seeds: int) -> Iterator[tuple[Place, Cell]]:
 def long_cells() -> Iterator[tuple[Place, Cell]]:
     """The searches of ten minutes."""
     for place in timed_places():
-        for planner in ("motley", "megatron", "varuna", "pipette", "holmes", *RIVALS):
+        for planner in LONG:
             yield place, Cell(place.cluster, place.job, planner, budget_s=LONG_S)
 
 
@@ -103,12 +105,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="search with the seeds 0 to N-1")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of search-time.csv and search-time.txt")
-    parser.add_argument("--skip-long", action="store_true", help="search no ten minutes where that is missing")
+    parser.add_argument(
+        "--long", nargs="*", choices=LONG, default=LONG, help="the planners that search ten minutes where that is missing"
+    )
     parser.add_argument("--again", action="store_true", help="search anew what stands in search-time.csv")
     given = parser.parse_args(arguments)
     table = given.out / "search-time.csv"
     known = {entry["cell"] for entry in read_rows(table)}
-    long = [entry for entry in long_cells() if not given.skip_long or (not given.again and cell_digest(entry[1]) in known)]
+    long = [
+        (place, cell)
+        for place, cell in long_cells()
+        if cell.planner in given.long or (not given.again and cell_digest(cell) in known)
+    ]
     places = [*cells(given.seeds), *long]
     rows = searched([cell for _, cell in places], table, given.again, lambda cell: row(run_cell(cell)), _tell)
     found = [(place, cell, entry) for (place, cell), entry in zip(places, rows, strict=True)]

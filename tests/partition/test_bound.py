@@ -287,7 +287,7 @@ def filled(draw: DrawFn) -> tuple[Cluster, Plan]:
     return with_memory(on, max(peak_bytes(plan, on).values())), plan
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(filled())
 def test_the_bound_is_below_random_plans_that_just_fit(world: tuple[Cluster, Plan]) -> None:
     check(*world)

@@ -183,7 +183,9 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_saved_ends_the_run(runs: Runs)
     ("more", "told"),
     [
         ({"weights": "no-folder"}, "no-folder"),
-        ({"checkpoints": "empty", "resume": True}, "empty: holds no complete checkpoint to resume"),
+        pytest.param(
+            {"checkpoints": "empty", "resume": True}, "empty: holds no complete checkpoint to resume", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_mistake_that_all_workers_find_is_told_once(more: dict[str, Any], told: str, runs: Runs) -> None:
