@@ -56,7 +56,7 @@ def refused(planner: str, on: Cluster, work: Job) -> bool:
 
 
 def two_kinds(planner: str) -> tuple[Cluster, Job]:
-    """The world of two kinds, or a part of it for the planner that would refuse it, and for the one whose search takes longest."""
+    """The world of two kinds, or a part of it for the planner that would refuse it, and for the one that searches longest."""
     on, work = WORLDS["two kinds"]
     if planner == "motley":
         return HALF, work
