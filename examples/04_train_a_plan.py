@@ -12,7 +12,7 @@ from sim.spec.trace import ACTIVITIES, BUSY
 
 here = Path(__file__).parent
 path = here / "plans" / "asymmetric-cpu-4.json"
-settings = Settings(steps=8, data=f"text:{here}", learning_rate=3e-3, quiet=True)
+settings = Settings(steps=5, data=f"text:{here}", learning_rate=3e-3, quiet=True)
 run = measured_run(path, read_plan(path), settings, model=None, cluster=None)
 assert run.simulated is not None and run.simulated_trace is not None
 

@@ -321,7 +321,9 @@ def test_the_weights_of_a_training_that_is_done_are_saved_without_another_step(
 ) -> None:
     """The same command once more: the second time with --resume, and another folder for the weights."""
     world.write("text.txt", "All work and no play makes Jack a dull boy.\n" * 200)
-    words = ["run", cpu_plan(world), "--data", f"text:{world.folder / 'text.txt'}", "--checkpoints", str(world.folder / "kept")]
+    plan = re.sub(r'"stages": \[.*\]}\]}', '"stages": [{"devices": ["box/0"], "layers": [0, 4]}]}]}', TINY_PLAN, flags=re.DOTALL)
+    alone = world.write("alone.json", plan.replace('"bf16"', '"fp32"'))  # of one worker, which has all weights
+    words = ["run", alone, "--data", f"text:{world.folder / 'text.txt'}", "--checkpoints", str(world.folder / "kept")]
     weights = [world.folder / "during", world.folder / "after"]
     assert run([*words, "--steps", "2", "--save-weights", str(weights[0])]) == 0
     capfd.readouterr()

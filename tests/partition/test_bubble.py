@@ -213,10 +213,21 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     return replace(on, nodes=(replace(on.nodes[0], gpu=full),)), plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pipelines())
 def test_the_bound_is_below_pipelines_that_fill_all_memory(world: tuple[Cluster, Plan]) -> None:
-    on, plan = world
+    check(*world)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(pipelines())
+def test_the_bound_is_below_many_pipelines_that_fill_all_memory(world: tuple[Cluster, Plan]) -> None:
+    check(*world)
+
+
+def check(on: Cluster, plan: Plan) -> None:
+    """Compares the bound of a plan's job with what the plan takes."""
     assert infeasible(plan, on) is None
     found = lower_bound(on, plan.job())
     assert isinstance(found, Bound)

@@ -111,10 +111,11 @@ def test_a_process_that_dies_is_told_and_ends_the_others(monkeypatch: pytest.Mon
     assert multiprocessing.active_children() == []
 
 
-def test_processes_that_are_ended_while_they_answer_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounds", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_processes_that_are_ended_while_they_answer_keep_nobody_waiting(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "cores", lambda: 3)
     large = bytes(3_000_000)  # more than a pipe holds: they are ended in the middle of it
-    for _ in range(40):
+    for _ in range(rounds):
         answers = side_by_side(lambda _: large, range(6), nothing)
         assert next(answers) == large
         answers.close()  # type: ignore[attr-defined]  # it is a generator

@@ -1,11 +1,25 @@
-"""Whether processes still run, for tests of what must end."""
+"""Processes that start soon, for tests of several at once, and whether processes still run, for tests of what must end."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+IMPORTED = ["torch.distributed.checkpoint", "torch.nn.attention.bias"]
+"""What takes a process longest before it can work, with all that these import."""
+
+
+def soon_started() -> ForkServerContext:
+    """The context of processes that are forked from one which has imported torch, and nothing of the project.
+
+    They have nothing else in common with the process that starts them, as spawned ones, which import it once more each.
+    """
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    return multiprocessing.get_context("forkserver")
 
 
 def is_running(pid: int) -> bool:

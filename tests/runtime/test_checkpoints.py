@@ -28,13 +28,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import checkpoints
 from runtime.checkpoints import Stretch, complete, latest, load, read_facts, save
 from sim.spec.reading import InputError
+from tests.runtime.processes import soon_started
 
 RANKS = 3
 ALL, LAST_TWO = (0, 1, 2), (1, 2)
@@ -85,7 +85,7 @@ class World:
     """RANKS processes that wait for a function to call."""
 
     def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = soon_started()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(RANKS):
@@ -511,7 +511,7 @@ def _kill_twice(folder: Path, answer: Connection) -> None:
 
 
 def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_checkpoint_whole(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = soon_started()
     here, there = context.Pipe()
     process = context.Process(target=_kill_twice, args=(tmp_path / "checkpoints", there))
     process.start()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from runtime.peak import hardware_name
 from runtime.recorder import Clocks, ClockSample, Recorder, Share, choose_step, gather_trace, measure_offsets, merged
@@ -35,6 +35,7 @@ from sim.spec.program import (
 from sim.spec.trace import ACTIVITIES, BACKGROUND, Trace, read_trace, trace_json
 from sim.spec.transformer import Transformer
 from sim.spec.version import VERSION
+from tests.runtime.processes import soon_started
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD, REDUCE = Forward(0, (0, 1)), Backward(0, (0, 1)), ReduceGradients((0, 1))
@@ -506,7 +507,8 @@ def _part(rank: int, group: dist.ProcessGroup) -> Trace | None:
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trace]]:
     """What the three processes wrote."""
     folder = tmp_path_factory.mktemp("traces")
-    spawn(_worker, (str(folder),), nprocs=3)  # type: ignore[no-untyped-call]
+    soon_started()
+    start_processes(_worker, (str(folder),), nprocs=3, start_method="forkserver")  # type: ignore[no-untyped-call]
     yield {path.stem: read_trace(path) for path in folder.glob("*.json")}
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from runtime import collectives
 from runtime.rings import RingWork, use_ring
+from tests.runtime.processes import soon_started
 
 RANKS = 3
 ORDER = (2, 0, 1)
@@ -53,7 +53,7 @@ def _work(rank: int, store: str, told: Any) -> None:
 
 
 def test_rings_give_what_gloo_gives(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = soon_started()
     told = context.Queue()
     processes = [context.Process(target=_work, args=(rank, str(tmp_path / "store"), told), daemon=True) for rank in range(RANKS)]
     for process in processes:

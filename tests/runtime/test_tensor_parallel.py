@@ -30,6 +30,7 @@ from runtime.tensor_parallel import (
 )
 from sim.spec.counts import layer_activation_bytes
 from sim.spec.transformer import Transformer
+from tests.runtime.processes import soon_started
 from tests.runtime.reference import gradients_of, reference_logits, reference_loss, rough_weights, sections_of
 from tests.runtime.test_model import GPT, LLAMA, accumulate, kept_bytes
 
@@ -75,8 +76,8 @@ CASES = {
     "llama over 2, sequence parallel, pointwise recomputed": Case(LLAMA, 2, True, "pointwise"),
     "gpt over 2, pointwise recomputed, compiled": Case(GPT, 2, False, "pointwise", compiled=True),
     "norms of query and key over 2, sequence parallel, deferred, pointwise recomputed": Case(NORMED, 2, True, "pointwise", True),
-    "llama over 2, a window": Case(replace(LLAMA, sliding_window=3), 2),
     "gpt over 2, sequence parallel, compiled": Case(GPT, 2, True, "full", compiled=True),
+    "llama over 2, a window": Case(replace(LLAMA, sliding_window=3), 2),
     "llama over 4, copied key heads": Case(LLAMA, 4),
     "llama over 4, copied key heads, sequence parallel": Case(LLAMA, 4, True),
     "gpt over 4, sequence parallel, deferred": Case(GPT, 4, True, deferred=True),
@@ -173,7 +174,7 @@ def run_kept_bytes(group: TensorGroup) -> int:
 
 
 def work(rank: int, folder: Path) -> None:
-    """One process of WORLD. Cases of degree 2 are divided over two pairs."""
+    """One process of WORLD. Cases of degree 2 are divided over two pairs, of which one compiles: its first time takes long."""
     torch.set_num_threads(1)
     compile_layer: Callable[..., Any] = torch.compile
     torch.compile = lambda function: compile_layer(function, backend="eager")
@@ -199,7 +200,8 @@ def work(rank: int, folder: Path) -> None:
 def left(tmp_path_factory: pytest.TempPathFactory) -> list[Left]:
     """What each of the processes left."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(work, (folder,), nprocs=WORLD)
+    soon_started()
+    multiprocessing.start_processes(work, (folder,), nprocs=WORLD, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

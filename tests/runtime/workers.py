@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from sim.spec.plan import Plan
+from tests.runtime.processes import soon_started
 
 WORKERS = 6
 TIMEOUT_S = 60.0
@@ -64,7 +64,7 @@ class Workers:
 
     def _start(self) -> None:
         """Starts the processes."""
-        context = multiprocessing.get_context("spawn")
+        context = soon_started()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._connections: list[Connection] = []
