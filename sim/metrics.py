@@ -270,17 +270,17 @@ def lane_use(trace: Trace) -> dict[str, LaneUse]:
     sent_s: dict[tuple[str, Instruction], float] = {
         (span.lane, span.instruction): span.start_s for span in trace.spans if isinstance(span.instruction, Send)
     }
-    spans: dict[str, list[tuple[str, Interval]]] = {lane: [] for lane in trace.lanes}
+    busy_s = work_s(trace)
+    spans: dict[str, list[Interval]] = {lane: [] for lane in trace.lanes}
     for span in trace.spans:
         start_s, instruction = max(span.start_s, 0.0), span.instruction
         if isinstance(instruction, Recv):
             start_s = max(start_s, sent_s.get(matching_send(span.lane, instruction), start_s))
-        spans[span.lane].append((ACTIVITIES[type(instruction)], (start_s, min(span.end_s, trace.iteration_s))))
+        spans[span.lane].append((start_s, min(span.end_s, trace.iteration_s)))
     found = {}
     for lane, inside in spans.items():
-        busy_s = covered_s(interval for activity, interval in inside if activity in BUSY)
-        either_s = covered_s(interval for _, interval in inside)
-        found[lane] = (busy_s, max(either_s - busy_s, 0.0), max(trace.iteration_s - either_s, 0.0))
+        either_s = covered_s(inside)
+        found[lane] = (busy_s[lane], max(either_s - busy_s[lane], 0.0), max(trace.iteration_s - either_s, 0.0))
     return found
 
 

@@ -874,12 +874,11 @@ class _Settings:
 
         They are alone on their links. Where sequences come in slices, it is of the slice at a place.
         """
-        key = look.alike, look.share, look.ends == 3, kind, place
+        only = look.ends == 3  # one stage alone: of the others the ends make no difference
+        key = look.alike, look.share, only, kind, place
         if key not in self._growths:
-            whole = self._model.layers if look.ends == 3 else 1
-            cost, lane = self._alone(
-                look._replace(layers=whole, ends=look.ends if look.ends == 3 else 0, full=0, selective=0, pointwise=0)
-            )
+            layers, ends = (self._model.layers, 3) if only else (1, 0)
+            cost, lane = self._alone(_Look(look.alike, look.share, ends, layers, 0, 0, 0))
             self._growths[key] = growth(self._network, cost, lane, kind, place)
         found = self._growths[key]
         if found is None:
