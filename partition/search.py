@@ -6,7 +6,7 @@ the simplest one.
 
 A planner makes fast plans for the cluster that it is given. Where GPUs cost something (`partition.objective`), it is given
 parts of the cluster too, one after the other, the best of them again and for longer, and which GPUs to use at all is answered by
-what was judged on all of them.
+what was judged on all of them. One that chooses among GPUs itself, by what they cost, has the whole cluster first.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MOST_VERDICTS = 50_000
 """So many verdicts are remembered, for plans that are considered again."""
 
 
-SURVEY, LEAST_SHARE = 0.5, 0.02
-"""The shares of the budget that all parts of the cluster have together before the best of them have the rest, and below which
-no part is searched again."""
+CHOOSING, SURVEY, LEAST_SHARE = 0.75, 0.5, 0.02
+"""The share of the budget that a planner which chooses among GPUs has for the whole cluster; that of the rest which all other
+parts have together before the best have what is left; and the share of the budget below which no part is searched again."""
 
 Rank: TypeAlias = tuple[float, float, float]
 """A plan's place in the order of an objective: the less, the better."""
@@ -304,14 +304,22 @@ Planner: TypeAlias = Callable[[Search], None]
 PLANNERS: dict[str, Planner] = {}
 """All registered planners by name."""
 
+CHOOSERS: set[str] = set()
+"""The planners that leave GPUs out by what these cost or take, where the objective counts it, and not for speed alone."""
 
-def register(name: str) -> Callable[[Planner], Planner]:
-    """A decorator that enters a planner in the registry. Raises InputError for a name that is taken."""
+
+def register(name: str, chooses_gpus: bool = False) -> Callable[[Planner], Planner]:
+    """A decorator that enters a planner in the registry. Raises InputError for a name that is taken.
+
+    One that `chooses_gpus` leaves GPUs out by what they cost or take: it has the whole cluster first, and for longest.
+    """
 
     def enter(planner: Planner) -> Planner:
         if name in PLANNERS and PLANNERS[name] is not planner:
             raise InputError(f"a planner named {name!r} is registered already")
         PLANNERS[name] = planner
+        if chooses_gpus:
+            CHOOSERS.add(name)
         return planner
 
     return enter
@@ -347,7 +355,7 @@ def plan(
     stopped, stands_in = "finished", False
     try:
         with garbage_collected_seldom():
-            ended = _on_parts(search, run, budget_s)
+            ended = _on_parts(search, run, budget_s, planner in CHOOSERS)
         if ended:
             stopped = "budget"
             if search.best is None:
@@ -360,11 +368,12 @@ def plan(
     return Result(planner, best, cost, reason, search.judged, seconds, stopped, search.front, search.others, stands_in)
 
 
-def _on_parts(search: Search, run: Planner, budget_s: float) -> bool:
+def _on_parts(search: Search, run: Planner, budget_s: float, chooses_gpus: bool) -> bool:
     """Whether the budget ended the planner on some part of the cluster.
 
     Where there are several parts, all of them together have a share of the budget first. Of those that had use for all of
-    theirs the best then have the rest, the better the more. Raises the planner's InputError where it refuses every part.
+    theirs the best then have the rest, the better the more. A planner that chooses among GPUs by what the objective counts has
+    the whole cluster before all that. Raises the planner's InputError where it refuses every part.
     """
     began, whole = time.perf_counter(), search.cluster
     parts = pools(whole, search.job, search.objective)
@@ -390,11 +399,20 @@ def _on_parts(search: Search, run: Planner, budget_s: float) -> bool:
         return search.elapsed_s > share_s / 2
 
     try:
-        first_s = budget_s * (SURVEY if len(parts) > 1 else 1.0)
-        later = []
-        for number in range(len(parts)):
+        later, surveyed = [], parts
+        if (
+            chooses_gpus
+            and search.objective.name != "throughput"
+            and len(parts) > 1
+            and len(parts[-1].devices) == len(whole.devices)
+        ):
+            surveyed = parts[:-1]
+            if search_part(len(surveyed), CHOOSING * budget_s):
+                later.append(len(surveyed))
+        first_s = budget_s - left_s(budget_s) * (1 - SURVEY if len(parts) > 1 else 0.0)
+        for number, part in enumerate(surveyed):
             # What the small ones leave, the large ones have; they need more time, too.
-            share_s = left_s(first_s) * len(parts[number].devices) / sum(len(part.devices) for part in parts[number:])
+            share_s = left_s(first_s) * len(part.devices) / sum(len(other.devices) for other in surveyed[number:])
             if share_s <= 0:
                 cut.add(number)
             if share_s <= 0 or search_part(number, share_s):

@@ -300,6 +300,21 @@ def test_parts_for_which_time_ran_out_are_searched_again_the_best_first(monkeypa
     assert sum(share_s for _, share_s in shares) < 0.6
 
 
+def test_a_planner_that_chooses_gpus_by_what_they_cost_has_the_whole_cluster_first_and_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares: list[float] = []
+    seen = seen_parts(monkeypatch, lambda search: shares.append(search.budget_s))
+    monkeypatch.setattr(partition.search, "CHOOSERS", {"spying"})
+    partition.plan(FOUR, JOB, "spying", budget_s=60, objective="energy")
+    assert seen[0] == ["a", "b"] and sorted(seen[1:]) == [["a"], ["a"], ["b"], ["b"]]
+    assert shares[0] == 45
+    # Under a limit in dollars it makes fast plans of what the rent allows, as all others do.
+    seen.clear()
+    partition.plan(FOUR, JOB, "spying", objective=Objective(max_dollars_per_hour=1e6))
+    assert seen[-1] == ["a", "b"] and seen[0] == ["b"]
+
+
 def test_a_planner_that_refuses_some_parts_is_asked_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def small_only(search: Search) -> None:
         if len(search.cluster.devices) > 1:
