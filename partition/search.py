@@ -41,9 +41,10 @@ MOST_VERDICTS = 50_000
 """So many verdicts are remembered, for plans that are considered again."""
 
 
-CHOOSING, SURVEY, LEAST_SHARE = 0.75, 0.5, 0.02
-"""The share of the budget that a planner which chooses among GPUs has for the whole cluster; that of the rest which all other
-parts have together before the best have what is left; and the share of the budget below which no part is searched again."""
+GLANCE, CHOOSING, SURVEY, LEAST_SHARE = 0.05, 0.75, 0.5, 0.02
+"""Where a planner chooses among GPUs, the share of the budget for a first glance at all parts, and that for the whole cluster;
+the share of the rest that all other parts have together before the best have what is left; and the share of the budget below
+which no part is searched again."""
 
 Rank: TypeAlias = tuple[float, float, float]
 """A plan's place in the order of an objective: the less, the better."""
@@ -373,7 +374,8 @@ def _on_parts(search: Search, run: Planner, budget_s: float, chooses_gpus: bool)
 
     Where there are several parts, all of them together have a share of the budget first. Of those that had use for all of
     theirs the best then have the rest, the better the more. A planner that chooses among GPUs by what the objective counts has
-    the whole cluster before all that. Raises the planner's InputError where it refuses every part.
+    the whole cluster before all that, after a glance at the best symmetric plan of each part: what lies near is not missed where
+    time is short. Raises the planner's InputError where it refuses every part.
     """
     began, whole = time.perf_counter(), search.cluster
     parts = pools(whole, search.job, search.objective)
@@ -398,6 +400,20 @@ def _on_parts(search: Search, run: Planner, budget_s: float, chooses_gpus: bool)
         worth[number] = min(worth[number], search.part_rank)
         return search.elapsed_s > share_s / 2
 
+    def glance(share_s: float) -> None:
+        """Has the best symmetric plan of as many parts judged, the smallest first, as there is time for."""
+        from partition.symmetric import symmetric_on  # it is a user of this module
+
+        until = time.perf_counter() + share_s
+        for number, part in enumerate(parts):
+            if time.perf_counter() > until:
+                break
+            search.narrow(part, math.inf)
+            found = symmetric_on(search, part, until)
+            if found is not None:
+                search.consider(found)
+            worth[number] = search.part_rank
+
     try:
         later, surveyed = [], parts
         if (
@@ -407,7 +423,8 @@ def _on_parts(search: Search, run: Planner, budget_s: float, chooses_gpus: bool)
             and len(parts[-1].devices) == len(whole.devices)
         ):
             surveyed = parts[:-1]
-            if search_part(len(surveyed), CHOOSING * budget_s):
+            glance(GLANCE * budget_s)
+            if search_part(len(surveyed), CHOOSING * left_s(budget_s)):
                 later.append(len(surveyed))
         first_s = budget_s - left_s(budget_s) * (1 - SURVEY if len(parts) > 1 else 0.0)
         for number, part in enumerate(surveyed):

@@ -1,4 +1,4 @@
-"""The plan that stands in where a budget is too small for a planner: the best symmetric grid, by its price and unjudged."""
+"""The best symmetric grid by its price, unjudged: what stands in where a budget is too small, and a first look at GPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from partition.planners.megatron import grids
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import Search
+from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan
 
 GRACE_S = 5.0
@@ -21,18 +22,28 @@ def best_symmetric(search: Search) -> Plan | None:
 
     None where none fits. After GRACE_S it is the best until then, or the first that is found.
     """
-    began, job = time.perf_counter(), search.job
-    best: tuple[float, Draft, Settings] | None = None
-    for part in reversed(pools(search.cluster, job, search.objective)):
-        nodes = [node for node in part.nodes if node.gpu.peak(job.precision) is not None]
-        pricing, room = Pricing(part, job), Room(part, job)
-        for draft, settings in grids(search, nodes) if nodes else ():
-            if best is not None and time.perf_counter() - began > GRACE_S:
-                break
-            if room.fits(draft, settings):
-                price_s = pricing.price_s(draft, settings)
-                if best is None or price_s < best[0]:
-                    best = price_s, draft, settings
-        if best is not None:
-            return make_plan(part, job, best[1], best[2])
+    until = time.perf_counter() + GRACE_S
+    for part in reversed(pools(search.cluster, search.job, search.objective)):
+        found = symmetric_on(search, part, until)
+        if found is not None:
+            return found
     return None
+
+
+def symmetric_on(search: Search, part: Cluster, until: float) -> Plan | None:
+    """The symmetric plan that fits a part of a cluster and is priced fastest; None where none fits.
+
+    Once time.perf_counter() is past `until`, it is the best until then, or the first that is found.
+    """
+    job = search.job
+    best: tuple[float, Draft, Settings] | None = None
+    nodes = [node for node in part.nodes if node.gpu.peak(job.precision) is not None]
+    pricing, room = Pricing(part, job), Room(part, job)
+    for draft, settings in grids(search, nodes) if nodes else ():
+        if best is not None and time.perf_counter() > until:
+            break
+        if room.fits(draft, settings):
+            price_s = pricing.price_s(draft, settings)
+            if best is None or price_s < best[0]:
+                best = price_s, draft, settings
+    return None if best is None else make_plan(part, job, best[1], best[2])
