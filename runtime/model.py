@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from runtime.parameters import Section
@@ -23,6 +22,7 @@ from runtime.tensor_parallel import (
     Remade,
     TensorGroup,
     column_linear,
+    compiled_by_torch,
     cross_entropy_sum,
     eager,
     row_linear,
@@ -71,6 +71,8 @@ def attention_mask(
         if earlier == 0:
             return None
         if device.type == "cuda":  # its kernels need no numbers for it, which would take more than all else of long sequences
+            from torch.nn.attention.bias import causal_lower_right  # here, because it loads torch's compiler
+
             return causal_lower_right(length, keys)
         window = keys
     seen_SK = torch.ones(length, keys, dtype=torch.bool, device=device).tril_(earlier).triu_(earlier + 1 - window)
@@ -300,7 +302,7 @@ class Layer(nn.Module):
         self.heads = self.output_weight.shape[0] // t.head_dim
         self.kv_heads = (self.qkv_weight.shape[0] // t.head_dim - self.heads) // 2
         self.shares_keys = _shares_keys(self.qkv_weight)
-        self._run = torch.compile(self._layer) if compiled else self._layer
+        self._run = compiled_by_torch(self._layer) if compiled else self._layer
         # Chosen here, so that compiled layers that differ only in these share their graphs where they can.
         self._around_layer = _recomputed if recompute == "full" else _called
         self._around_core = _recomputed if recompute == "selective" else _called
@@ -358,7 +360,7 @@ class Layer(nn.Module):
         self, query_BNSD: torch.Tensor, key_BNKD: torch.Tensor, value_BNKD: torch.Tensor, mask_SK: torch.Tensor | None
     ) -> torch.Tensor:
         grouped = self.kv_heads < self.heads
-        masked = mask_SK is not None and not isinstance(mask_SK, CausalBias)
+        masked = type(mask_SK) is torch.Tensor  # and not causal_lower_right's, which is of a class of its own
         if grouped and (not self.shares_keys or (masked and query_BNSD.is_cuda)):
             grouped = False
             times = self.heads // self.kv_heads

@@ -8,19 +8,23 @@ gradients come there, the processors do the step, and parameters go back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from runtime.checkpoints import Stretch
 from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
 from runtime.gradients import Gradients, SliceGradient, is_sharded
 from runtime.parameters import Parameter, Section
 from runtime.settings import Settings
 from runtime.world import World
 from sim.spec.plan import LayerRange
+
+if TYPE_CHECKING:
+    from runtime.checkpoints import Stretch
 
 Initial = Callable[[Parameter, int, int], torch.Tensor]
 """The first values of a parameter's rows `start` to `stop`, flat."""
@@ -77,7 +81,7 @@ class _Master:
             else torch.empty(stop - start, dtype=dtype, device="cpu" if offload else values.device)
         )
         self.states = {name: torch.zeros_like(self.values) for name in states}
-        # Numbers that decay and numbers that do not lie apart; each stretch is one parameter for torch's optimizer.
+        # Numbers that decay and numbers that do not lie apart; each stretch is one parameter for torch's arithmetic.
         self.parts: list[tuple[int, int, bool]] = []
         for piece, low, high, at in gradient.slice.stretches(start, stop):
             begin, end, decays = at - start, at - start + high - low, piece.parameter.decays
@@ -85,7 +89,8 @@ class _Master:
                 self.parts[-1] = (self.parts[-1][0], end, decays)
             else:
                 self.parts.append((begin, end, decays))
-        self.parameters = [torch.nn.Parameter(self.values[a:b]) for a, b, _ in self.parts]
+        self.updates = [torch.zeros((), device=self.values.device) for _ in self.parts]
+        """Steps that each stretch has had, which torch counts up."""
 
     def write_back(self) -> None:
         """Copies the master to the parameters, where these are others and all here."""
@@ -106,6 +111,8 @@ class _Master:
 
     def stretches(self, part: tuple[int, int]) -> Iterable[Stretch]:
         """Its numbers within `part` of the slice, as a checkpoint knows them."""
+        from runtime.checkpoints import Stretch  # here, because it takes long to import
+
         start = self.gradient.own[0]
         for piece, low, high, at in self.gradient.slice.stretches(*part):
             first = piece.start * piece.parameter.row_size + low
@@ -139,25 +146,6 @@ class Optimizer:
             for layers, found in gradients.slices.items()
         }
         self._all = [master for found in self._masters.values() for master in found]
-        groups = [
-            {
-                "params": [p for m in self._all for p, (_, _, d) in zip(m.parameters, m.parts, strict=True) if d == decays],
-                "weight_decay": settings.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        self._torch: torch.optim.Optimizer | None = None
-        if groups and plan.optimizer == "adamw":
-            self._torch = torch.optim.AdamW(
-                groups,
-                lr=settings.learning_rate,
-                betas=(settings.beta1, settings.beta2),
-                eps=settings.epsilon,
-                fused=True,
-            )
-        elif groups:
-            self._torch = torch.optim.SGD(groups, lr=settings.learning_rate, fused=True)
         self.updates = 0
         """Optimizer steps that were not skipped."""
         self.loss_scale = FIRST_LOSS_SCALE if dtype == torch.float16 else 1.0
@@ -167,17 +155,6 @@ class Optimizer:
         self._gathers: list[_Gather] = []
         self._sharded = {layers for layers in sections if is_sharded(plan, world.lane, layers)}
         """Sections whose parameters are here only while they are used (ZeRO 3)."""
-        self._set_states()
-
-    def _set_states(self) -> None:
-        """Gives torch's optimizer the states, as views of ours."""
-        if self._torch is None or not STATES[self._world.plan.optimizer]:
-            return
-        for master in self._all:
-            for parameter, (a, b, _) in zip(master.parameters, master.parts, strict=True):
-                state: dict[str, Any] = {name: values[a:b] for name, values in master.states.items()}
-                state["step"] = torch.tensor(float(self.updates), dtype=torch.float32, device=parameter.device)
-                self._torch.state[parameter] = state
 
     def initialise(self, initial: Initial) -> None:
         """Nothing; draws the first weights, of the master copies and of the parameters."""
@@ -221,20 +198,9 @@ class Optimizer:
         factor = 1.0 / self.loss_scale
         if settings.clip_norm > 0:
             factor *= min(1.0, settings.clip_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+        for decays in (True, False):
+            self._update([(m, n) for m in self._all for n, part in enumerate(m.parts) if part[2] == decays], decays, factor, rate)
         for master in self._all:
-            value = master.gradient.value
-            assert value is not None
-            if factor != 1.0:
-                value = value.mul_(factor)
-            for parameter, (a, b, _) in zip(master.parameters, master.parts, strict=True):
-                parameter.grad = value[a:b].to(parameter.device).to(parameter.dtype)
-        if self._torch is not None:
-            for group in self._torch.param_groups:
-                group["lr"] = rate
-            self._torch.step()
-        for master in self._all:
-            for parameter in master.parameters:
-                parameter.grad = None
             master.write_back()
         self.updates += 1
         if self._scales:
@@ -243,6 +209,60 @@ class Optimizer:
                 self.loss_scale *= 2
         self._gradients.clear()
         return StepFacts(total, norm, rate)
+
+    @torch.no_grad()
+    def _update(self, stretches: Sequence[tuple[_Master, int]], decays: bool, factor: float, rate: float) -> None:
+        """Nothing; updates some stretches of masters, given by number, with `factor` times their gradients.
+
+        By torch's functions, because its optimizer classes load its compiler, which takes as long as all else of torch.
+        """
+        settings = self._settings
+        weight_decay = settings.weight_decay if decays else 0.0
+        values, gradients = [], []
+        for master, n in stretches:
+            a, b, _ = master.parts[n]
+            gradient = master.gradient.value
+            assert gradient is not None
+            part = gradient[a:b]
+            if factor != 1.0:
+                part.mul_(factor)
+            values.append(master.values[a:b])
+            gradients.append(part.to(master.values.device).to(master.values.dtype))
+        if not stretches:
+            return
+        if self._world.plan.optimizer == "sgd":
+            sgd(
+                values,
+                gradients,
+                [None] * len(values),
+                fused=True,
+                weight_decay=weight_decay,
+                momentum=0.0,
+                lr=rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            return
+        averages, squares = (
+            [master.states[name][slice(*master.parts[n][:2])] for master, n in stretches] for name in STATES["adamw"]
+        )
+        adamw(
+            values,
+            gradients,
+            averages,
+            squares,
+            [],
+            [master.updates[n] for master, n in stretches],
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=rate,
+            weight_decay=weight_decay,
+            eps=settings.epsilon,
+            maximize=False,
+        )
 
     # --- ZeRO --------------------------------------------------------------------------------------------------------
 
@@ -329,8 +349,9 @@ class Optimizer:
         self.updates = int(facts["updates"])
         if self._scales and facts["loss_scale"] is not None:
             self.loss_scale, self._since_overflow = float(facts["loss_scale"]), int(facts["since_overflow"])
-        self._set_states()
         for master in self._all:
+            for updates in master.updates:
+                updates.fill_(self.updates)
             master.write_back()
         for layers in self._masters:
             if layers not in self._sharded:

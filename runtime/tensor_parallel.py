@@ -10,11 +10,12 @@ ranks, also while a backward recomputes.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -49,10 +50,25 @@ class TensorGroup:
 Some = TypeVar("Some", bound=Callable[..., Any])
 
 
+_EAGER: list[Callable[..., Any]] = []
+"""Functions and methods that `compiled_by_torch` has still to take out of graphs."""
+
+
 def eager(function: Some) -> Some:
-    """The function, which torch.compile leaves as it is: collectives and what a schedule puts off are no part of a graph."""
-    uncompiled: Some = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return uncompiled
+    """The function, which `compiled_by_torch` leaves out: collectives and what a schedule puts off are no part of a graph."""
+    _EAGER.append(function)
+    return function
+
+
+def compiled_by_torch(function: Some) -> Some:
+    """The function compiled by torch, but for what is `eager`."""
+    while _EAGER:  # only now: torch's compiler takes a worker as long to load as all else of torch
+        one = _EAGER.pop()
+        *outer, name = one.__qualname__.split(".")
+        owner = reduce(getattr, outer, sys.modules[one.__module__])
+        setattr(owner, name, torch.compiler.disable(one))  # type: ignore[no-untyped-call]
+    made: Some = torch.compile(function)  # type: ignore[assignment]
+    return made
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------
@@ -325,7 +341,6 @@ def _wide(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-@eager
 def cross_entropy_sum(logits_SBV: torch.Tensor, labels_SB: torch.Tensor, start_row: int, group: TensorGroup) -> torch.Tensor:
     """The negative log likelihood of the labels, summed over all tokens, where this rank has the logits from `start_row` on.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -241,3 +243,21 @@ def test_a_model_whose_heads_do_not_divide_is_refused_in_one_line(workers: Worke
     plan = plan_of(dataclasses.replace(LLAMA, heads=6, kv_heads=6, head_dim=8), pipeline(1, 1, ((0, 4), (0, 1, 2, 3))))
     with pytest.raises(InputError, match="the 6 heads of small-llama do not divide by the tensor-parallel degree 4"):
         check_runnable(plan, settings_of(plan, tmp_path / "none"))
+
+
+# --- Starting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_compiles_and_saves_nothing_loads_neither_torchs_compiler_nor_its_checkpoints() -> None:
+    # They take as long to load as all else of torch, on every worker.
+    script = """if True:
+        import sys, torch, runtime.__main__, runtime.training
+        from runtime.optimizer import adamw
+        ones = [torch.ones(1)] * 4
+        steps = [torch.zeros(())]
+        adamw(*([one.clone()] for one in ones), [], steps, fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=0.1,
+              weight_decay=0.0, eps=1e-8, maximize=False)
+        print(steps[0].item(), [name for name in ("torch._dynamo", "torch.distributed.checkpoint") if name in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("1.0 []\n", "")
