@@ -13,7 +13,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise, permutations, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -626,6 +625,8 @@ class _Settings:
         self._alones: dict[_Look, tuple[ComputeCost, Lane]] = {}
         self._parts: dict[object, int] = {}
         self._steps_of: dict[int, int] = {}
+        self._bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._layer_s: dict[object, float] = {}
         self._growths = growths
         """Of passes; plans of other schedules and ZeRO stages have the same."""
 
@@ -713,7 +714,7 @@ class _Settings:
             if in_parts:
                 parts = self._each_layer[look]
                 if parts == UNKNOWN:
-                    parts = self._each_layer[look] = self._parts_of(look, _single(stop - start))
+                    parts = self._each_layer[look] = self._layers_of(look)
             flying = stage.in_flight
             if flying is None:
                 flying = int(in_flight(self._schedule, depth, place, micro_batches))
@@ -803,11 +804,37 @@ class _Settings:
         alike, share, ends, layers, *_ = key
         counts = stage.recomputed()
         look = _Look(alike, share, ends, layers, counts["full"], counts["selective"], counts["pointwise"])
-        rules = self._rules
-        degree = len(self._groups.alike_names[look.alike])
         row, passes = [0.0] * self._compiled.LOOK_COLUMNS, [0.0] * (2 * self.slices)
+        degree = len(self._groups.alike_names[look.alike])
         if self._can_divide(degree):
-            embedding, head = bool(ends & 1), bool(ends & 2)
+            backward = BackwardInput if self._halves else Backward
+            forwards = [self._whole_s(look, Forward, place) for place in range(self.slices)]
+            backwards = [self._whole_s(look, backward, place) for place in range(self.slices)]
+            passes = [seconds for seconds, _ in forwards + backwards[::-1]]
+            row = [
+                self._whole_s(look, BackwardWeight)[0] if self._halves else 0.0,
+                *self._bytes_of(degree, look),
+                look.selective,
+                look.full,
+                self._steps_list(look),
+                forwards[0][1],
+                backwards[0][1],
+            ]
+        else:
+            row[self._compiled.FIXED] = math.inf
+        self._seen.append(look)
+        self._each_layer.append(UNKNOWN if look.layers else -1)
+        self.looks.extend(row)
+        self._pass_s.extend(passes)
+        self._tables = None
+        return len(self._seen) - 1
+
+    def _bytes_of(self, degree: int, look: _Look) -> tuple[float, ...]:
+        """The bytes and parameters that the row of a look has, in its order; GPUs of all kinds have the same."""
+        key = degree, *look[1:]
+        found = self._bytes.get(key)
+        if found is None:
+            rules, embedding, head = self._rules, bool(look.ends & 1), bool(look.ends & 2)
             shape = LaneShape(
                 tensor_parallel=degree,
                 sequences=look.share,
@@ -820,42 +847,24 @@ class _Settings:
                 full=look.full,
                 embedding=embedding,
                 head=head,
-                boundaries=2 - embedding - head if ends != 3 else 0,
+                boundaries=2 - embedding - head if look.ends != 3 else 0,
                 shard=0,
                 embedding_shards=1,
                 head_shards=1,
-                communicators=(degree > 1) + (ends != 3),
+                communicators=(degree > 1) + (look.ends != 3),
             )
             parts, held = shape_parts(rules, shape), rules.parameters(degree)
-            logits, logits_gradient = logits_bytes(rules, shape) if head else (0, 0)
-            backward = BackwardInput if self._halves else Backward
-            passes = [self._whole_s(look, Forward, place) for place in range(self.slices)]
-            passes += [self._whole_s(look, backward, place) for place in reversed(range(self.slices))]
-            row = [
-                self._whole_s(look, BackwardWeight) if self._halves else 0.0,
+            found = self._bytes[key] = (
                 parts.parameters + parts.gradients + parts.working + parts.buffers,
                 parts.activations,
-                logits,
-                logits_gradient,
+                *(logits_bytes(rules, shape) if head else (0, 0)),
                 parts.context,
                 held.layer_undivided,
                 held.embedding if embedding else 0,
                 held.head if head else 0,
                 held.copy if head and not embedding else 0,
-                look.selective,
-                look.full,
-                self._steps_list(look),
-                self._whole_s(look, Forward, waits=True),
-                self._whole_s(look, backward, waits=True),
-            ]
-        else:
-            row[self._compiled.FIXED] = math.inf
-        self._seen.append(look)
-        self._each_layer.append(UNKNOWN if look.layers else -1)
-        self.looks.extend(row)
-        self._pass_s.extend(passes)
-        self._tables = None
-        return len(self._seen) - 1
+            )
+        return found
 
     def _can_divide(self, degree: int) -> bool:
         """Whether a group of this degree can divide the heads and the sequences; see `sim.cost.feasibility`."""
@@ -864,13 +873,13 @@ class _Settings:
 
     # --- Seconds ---
 
-    def _whole_s(self, look: _Look, kind: type[Pass], place: int = 0, waits: bool = False) -> float:
+    def _whole_s(self, look: _Look, kind: type[Pass], place: int = 0) -> tuple[float, float]:
         """As `_taken_s`, of all layers of a stage."""
-        return self._taken_s(look, kind, (0, look.layers), place, waits)
+        return self._taken_s(look, kind, (0, look.layers), place)
 
-    def _taken_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int = 0, waits: bool = False) -> float:
+    def _taken_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int = 0) -> tuple[float, float]:
         """Seconds of a forward or backward, or of a half of one, of some of a stage's layers, given from its first one on, with
-        its collectives, or of those that it `waits` for.
+        its collectives; and of those that it waits for.
 
         They are alone on their links. Where sequences come in slices, it is of the slice at a place.
         """
@@ -882,12 +891,12 @@ class _Settings:
             self._growths[key] = growth(self._network, cost, lane, kind, place)
         found = self._growths[key]
         if found is None:
-            return self._work_s(look, kind, part, place, waits)
+            return self._work_s(look, kind, part, place)
         a, b = part
         inside = Inside(b - a, *_within(look, part), bool(look.ends & 1 and a == 0), bool(look.ends & 2 and b == look.layers))
-        return found.alone_s(inside, a == 0, kind is not Forward and b < look.layers)[waits]
+        return found.alone_s(inside, a == 0, kind is not Forward and b < look.layers)
 
-    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int, waits: bool) -> float:
+    def _work_s(self, look: _Look, kind: type[Pass], part: LayerRange, place: int) -> tuple[float, float]:
         """As `_taken_s`, where seconds do not grow in proportion. What `ComputeCost.shape` says decides them is their key."""
         a, b = part
         inside = _within(look, part) if kind is not Forward else ()
@@ -901,7 +910,7 @@ class _Settings:
             start = lane.layers[0][0]
             taken = work(self._network, cost, lane, kind(place, (start + a, start + b)))
             seconds = self._works[key] = taken.alone_s(self._network), self._network.alone_s(taken.after)
-        return seconds[waits]
+        return seconds
 
     def _alone(self, look: _Look) -> tuple[ComputeCost, Lane]:
         """A plan with a stage that looks like this, and its lane."""
@@ -950,12 +959,47 @@ class _Settings:
         look = self._seen[number]
         found = self._parts.get((look, parts))
         if found is None:
-            last = self._each_part_s(look, parts, BackwardWeight if self._halves else Backward)
-            self._part_s.extend(last)
-            self._input_s.extend([sum(self._each_part_s(look, parts, BackwardInput)) if self._halves else 0.0])
-            self._part_first.extend([len(self._part_s)])
-            self._tables = None
-            found = self._parts[look, parts] = len(self._part_first) - 2
+            kinds = (BackwardWeight, BackwardInput) if self._halves else (Backward,)
+            found = self._parts[look, parts] = self._note_parts(*[self._each_part_s(look, parts, kind) for kind in kinds])
+        return found
+
+    def _layers_of(self, number: int) -> int:
+        """As `_parts_of`, where every layer is a part."""
+        look = self._seen[number]
+        kinds = (BackwardWeight, BackwardInput) if self._halves else (Backward,)
+        return self._note_parts(*[self._each_layer_s(look, kind) for kind in kinds])
+
+    def _note_parts(self, last: Sequence[float], inputs: Sequence[float] = ()) -> int:
+        """The number of a new list of the parts of a last backward; `inputs`: of its other half, where it is divided."""
+        self._part_s.extend(last)
+        self._input_s.extend([sum(inputs)])
+        self._part_first.extend([len(self._part_s)])
+        self._tables = None
+        return len(self._part_first) - 2
+
+    def _each_layer_s(self, look: _Look, kind: type[Pass]) -> list[float]:
+        """Seconds of a stage's last backward, or of a half of it, layer by layer, the last one first."""
+        top, at = look.layers - 1, 0
+        seconds: list[float] = []
+        for mode, count in enumerate((look.full, look.selective, look.pointwise, look.layers)):
+            stop = min(at + count, look.layers)
+            if at < stop:
+                inner = range(max(at, 1), min(stop, top))  # the first layer and the last one have other things beside them
+                if at == 0:
+                    seconds.append(self._one_layer_s(look, kind, 0, mode))
+                if inner:
+                    seconds += [self._one_layer_s(look, kind, inner[0], mode)] * len(inner)
+                if stop > top > 0:
+                    seconds.append(self._one_layer_s(look, kind, top, mode))
+            at = stop
+        return seconds[::-1]
+
+    def _one_layer_s(self, look: _Look, kind: type[Pass], layer: int, mode: int) -> float:
+        """Seconds of one layer of `_each_layer_s`, which is in a mode of recomputation; stages of many looks have it."""
+        key = look.alike, look.share, look.ends, kind, mode, layer == 0, layer == look.layers - 1
+        found = self._layer_s.get(key)
+        if found is None:
+            found = self._layer_s[key] = self._taken_s(look, kind, (layer, layer + 1))[0]
         return found
 
     def _each_part_s(self, look: _Look, parts: tuple[LayerRange, ...], kind: type[Pass]) -> list[float]:
@@ -967,7 +1011,7 @@ class _Settings:
             key = b - a, _within(look, part), a == 0, b == layers
             found = known.get(key)
             if found is None:
-                found = known[key] = self._taken_s(look, kind, part)
+                found = known[key] = self._taken_s(look, kind, part)[0]
             seconds.append(found)
         return seconds
 
@@ -995,9 +1039,3 @@ def _as_said(stage: Stage, look: _Look) -> Stage:
 def _lane(name: str, devices: tuple[str, ...], layers: LayerRange, share: int, ends: int, slices: int) -> Lane:
     """A lane of the first stage, without neighbours and instructions."""
     return Lane(name, 0, 0, 0, devices, (layers,), (0, share), 1, bool(ends & 1), bool(ends & 2), sequence_slices=slices)
-
-
-@cache
-def _single(layers: int) -> tuple[LayerRange, ...]:
-    """Layers one by one, the last one first."""
-    return tuple((n - 1, n) for n in range(layers, 0, -1))

@@ -149,9 +149,11 @@ class Growth:
         `once` says whether what comes once for each pass of a stage comes with this part, `beside_exchange` whether gradients
         are on their way meanwhile.
         """
+        layers, full, selective, pointwise, embedding, head = inside
 
         def of(row: tuple[float, ...]) -> float:
-            return sum([number * each for number, each in zip(inside, row, strict=True)])
+            a, b, c, d, e, f = row
+            return layers * a + full * b + selective * c + pointwise * d + embedding * e + head * f
 
         device_s = of(self.device_s)
         if beside_exchange:
