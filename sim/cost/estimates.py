@@ -691,10 +691,11 @@ class _Settings:
         replicas or ranges, or do not stand in layer order.
         """
         in_parts = shared and self._overlap and self._per_bucket == 1
-        group_of, alike, known, rows = self._groups.known, self._groups.alike, self._known, array("q")
+        group_of, alike, known, each_layer = self._groups.known, self._groups.alike, self._known, self._each_layer
         stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches * self.slices
-        depth, at, parts = len(stages), 0, -1
+        depth, at, parts, more = len(stages), 0, -1, self.slices - 1
         tied = self._model.tied_embeddings and depth > 1
+        rows: list[int] = []  # a list grows faster than an array
         for place, stage in enumerate(stages):
             replicas, layers = stage.replicas, stage.layers
             start, stop = layers[0]
@@ -706,22 +707,31 @@ class _Settings:
             if group is None:
                 group = self._groups.add(devices)
             end = (place == 0) + 2 * (place == depth - 1)
-            again = stage.recompute, stage.recompute_layers, stage.recompute_rest
-            key = alike[group], share, end, stop - start, *again
-            look = known.get(key, UNKNOWN)
-            if look == UNKNOWN:
+            key = (
+                alike[group],
+                share,
+                end,
+                stop - start,
+                stage.recompute,
+                stage.recompute_layers,
+                stage.recompute_rest,
+            )
+            look = known.get(key)
+            if look is None:
                 look = known[key] = self._add(key, stage)
             if in_parts:
-                parts = self._each_layer[look]
+                parts = each_layer[look]
                 if parts == UNKNOWN:
-                    parts = self._each_layer[look] = self._layers_of(look)
+                    parts = each_layer[look] = self._layers_of(look)
             flying = stage.in_flight
             if flying is None:
                 flying = int(in_flight(self._schedule, depth, place, micro_batches))
-            flying = min(flying + self.slices - 1, micro_batches)
+            flying += more
+            if flying > micro_batches:
+                flying = micro_batches
             exchanges = shared or (tied and end > 0)
-            rows.extend((look, group, parts, start, stop, 0, share, place, flying, stop - start, exchanges))
-        return rows
+            rows += (look, group, parts, start, stop, 0, share, place, flying, stop - start, exchanges)
+        return array("q", rows)
 
     def _shards(self, copies: int) -> NDArray[np.float64]:
         """Of how many layers a stage keeps the state, by the layers that it holds, where all pipelines hold each layer once."""

@@ -536,20 +536,21 @@ def _by_link(links: int, rows: Ints, first: Ints, link: Ints, part: Floats) -> t
 
 
 @compiled
-def _level(shares: Floats, inside: Bools, count: int) -> float:
-    """The share of a full link that none of those inside exceeds, where each takes what it can: max-min fairness."""
-    left, rising = 1.0, 0
-    for i in range(count):
-        rising += inside[i]
-    level = left / rising
+def _level(shares: Floats, inside: Ints, count: int) -> float:
+    """The share of a full link that none of those inside exceeds, where each takes what it can: max-min fairness.
+
+    The first `count` of `inside` say which they are.
+    """
+    rising = count
+    level = 1.0 / rising
     while True:
         left, more = 1.0, 0
-        for i in range(count):
-            if inside[i]:
-                if shares[i] <= level:
-                    left -= shares[i]
-                else:
-                    more += 1
+        for n in range(count):
+            part = shares[inside[n]]
+            if part <= level:
+                left -= part
+            else:
+                more += 1
         if more == 0 or more == rising:
             return level
         rising, level = more, left / more
@@ -1159,11 +1160,11 @@ def _courses(
 
 
 @compiled
-def _first_after(sent_s: Floats, start: int, stop: int, moment_s: float) -> int:
-    """The first of some messages that is sent after a moment."""
+def _first_after(sent_s: Floats, way: int, start: int, stop: int, moment_s: float) -> int:
+    """The first of some messages of one way that is sent after a moment."""
     while start < stop:
         middle = (start + stop) // 2
-        if sent_s[middle] > moment_s:
+        if sent_s[way, middle] > moment_s:
             stop = middle
         else:
             start = middle + 1
@@ -1203,64 +1204,68 @@ def _meet(
         widest = max(widest, users[k + 1] - users[k])
     if widest == 0:
         return False
-    at, until = np.empty(widest, np.int64), np.empty(widest, np.int64)
-    inside, turn_s = np.zeros(widest, np.bool_), np.empty(widest)
-    lost_s, worst_s, busy_s, total_s = np.empty(widest), np.zeros(2 * edges), np.zeros(2 * edges), np.zeros(2 * edges)
+    at, until, ways = np.empty(widest, np.int64), np.empty(widest, np.int64), np.empty(widest, np.int64)
+    inside, is_inside, turn_s = np.empty(widest, np.int64), np.zeros(widest, np.bool_), np.empty(widest)
+    lost_s, each_s, shares = np.empty(widest), np.empty(widest), np.empty(widest)
+    worst_s, busy_s, total_s = np.zeros(2 * edges), np.zeros(2 * edges), np.zeros(2 * edges)
+    first, seen = np.empty(2 * edges, np.int64), np.empty(2 * edges, np.bool_)
     whole = STRETCHES * stretch_s >= end_s
     for stretch in range(1 if whole else STRETCHES):
         from_s = 0.0 if whole else end_s * (stretch + 1) / (STRETCHES + 1) - stretch_s / 2
         to_s = end_s if whole else from_s + stretch_s
-        seen = np.zeros(2 * edges, np.bool_)
-        worst_s[:] = 0.0
+        seen[:], first[:], worst_s[:] = False, -1, 0.0
         for k in range(links):
-            count = users[k + 1] - users[k]
-            if count == 0:
-                continue
+            base, count = users[k], users[k + 1] - users[k]
             for i in range(count):
-                number = who[users[k] + i]
+                number = who[base + i]
                 way, e = number % 2, number // 2
-                at[i] = _first_after(sent_s[way], flow_at[e], flow_at[e + 1], from_s)
-                until[i] = flow_at[e + 1]
-                inside[i] = False
-                lost_s[i] = 0.0
-                turn_s[i] = (
-                    max(from_s, sent_s[way, at[i]] - wire_s[way, e] * (slowed[way, e] if again else 1.0))
-                    if at[i] < until[i]
-                    else np.inf
-                )
+                if first[number] < 0:
+                    first[number] = _first_after(sent_s, way, flow_at[e], flow_at[e + 1], from_s)
+                at[i], until[i], ways[i], shares[i] = first[number], flow_at[e + 1], way, share[base + i]
+                each_s[i] = wire_s[way, e] * (slowed[way, e] if again else 1.0)
+                is_inside[i], lost_s[i] = False, 0.0
+                turn_s[i] = max(from_s, sent_s[way, at[i]] - each_s[i]) if at[i] < until[i] else np.inf
             now_s, total, present = from_s, 0.0, 0
-            shares = share[users[k] : users[k + 1]]
-            while True:
+            while count:
                 chosen, next_s = -1, to_s
                 for i in range(count):
                     if turn_s[i] < next_s:
                         chosen, next_s = i, turn_s[i]
                 if total > 1 + 1e-9 and present > 1 and next_s - now_s > 1e-12 * end_s:
-                    level = _level(shares, inside, count)
-                    for i in range(count):
-                        if inside[i] and shares[i] > level:
-                            lost_s[i] += (next_s - now_s) * (1 - level / shares[i] if again else shares[i] / level - 1)
+                    level = _level(shares, inside, present)
+                    for n in range(present):
+                        part = shares[inside[n]]
+                        if part > level:
+                            lost_s[inside[n]] += (next_s - now_s) * (1 - level / part if again else part / level - 1)
                 now_s = next_s
                 if chosen < 0:
                     break
-                number = who[users[k] + chosen]
-                way, e = number % 2, number // 2
-                if inside[chosen]:
-                    inside[chosen], present, total = False, present - 1, total - shares[chosen]
+                if is_inside[chosen]:
+                    is_inside[chosen], present, total = False, present - 1, total - shares[chosen]
+                    n = 0
+                    while inside[n] != chosen:
+                        n += 1
+                    while n < present:
+                        inside[n] = inside[n + 1]
+                        n += 1
                     at[chosen] += 1
+                    turn_s[chosen] = np.inf
                     if at[chosen] < until[chosen]:
-                        turn_s[chosen] = max(
-                            sent_s[way, at[chosen]] - wire_s[way, e] * (slowed[way, e] if again else 1.0), next_s
-                        )
-                    else:
-                        turn_s[chosen] = np.inf
+                        turn_s[chosen] = max(sent_s[ways[chosen], at[chosen]] - each_s[chosen], next_s)
                 else:
-                    inside[chosen], present, total = True, present + 1, total + shares[chosen]
-                    turn_s[chosen] = sent_s[way, at[chosen]]
+                    # In their order, in which they are added up.
+                    n = present
+                    while n > 0 and inside[n - 1] > chosen:
+                        inside[n] = inside[n - 1]
+                        n -= 1
+                    inside[n] = chosen
+                    is_inside[chosen], present, total = True, present + 1, total + shares[chosen]
+                    turn_s[chosen] = sent_s[ways[chosen], at[chosen]]
+                    number = who[base + chosen]
                     if not seen[number]:
                         busy_s[number] += min(turn_s[chosen], to_s) - next_s
             for i in range(count):
-                number = who[users[k] + i]
+                number = who[base + i]
                 worst_s[number] = max(worst_s[number], lost_s[i])
                 seen[number] = True
         for number in range(2 * edges):
@@ -1678,7 +1683,7 @@ def evaluate(
         part_at[lane + 1] = part_at[lane] + (part_first[parts + 1] - part_first[parts] if parts >= 0 else 0)
     part_end, back_end = np.empty(part_at[count]), np.empty(count)
     sent_s, slowed = np.empty((2, flow_at[edges])), np.ones((2, 2 * count))
-    longer_s = wire_s
+    longer_s = wire_s.copy()
     attempts, closely = ATTEMPTS if edges <= MANY_EDGES else FEWER_ATTEMPTS, worth_s > 0 and len(who) > 0
     like = np.arange(len(pipelines))
     if closely:
@@ -1690,9 +1695,13 @@ def evaluate(
             begin = pipelines[p, 0]
         closely = messages <= FOLLOWED or worth_s == np.inf
         attempts = 0 if closely else attempts
+    asks = np.ones(len(pipelines), np.bool_)
     for attempt in range(attempts):
         begin = 0
         for p in range(len(pipelines)):
+            if not asks[p]:
+                begin = pipelines[p, 0]
+                continue
             _course(
                 look,
                 part_first,
@@ -1723,7 +1732,15 @@ def evaluate(
         if attempt < attempts - 1:
             if not _meet(pipelines, edge_first, flow_at, wire_s, sent_s, back_end, users, who, share, slowed, attempt > 0):
                 break
-            longer_s = wire_s * slowed
+            begin = 0
+            for p in range(len(pipelines)):
+                asks[p] = False
+                for e in range(edge_first[begin], edge_first[pipelines[p, 0]]):
+                    for way in range(2):
+                        now_s = wire_s[way, e] * slowed[way, e]
+                        asks[p] = asks[p] or now_s != longer_s[way, e]
+                        longer_s[way, e] = now_s
+                begin = pipelines[p, 0]
 
     if closely:
         most_alone = np.ones(2 * edges)
