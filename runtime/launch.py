@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.checkpoints import latest, read_facts
 from runtime.data import open_data
 from runtime.options import arguments
 from runtime.settings import Settings, check_runnable, with_model
@@ -68,8 +69,6 @@ def takes_steps(settings: Settings) -> bool:
     """
     if not settings.resume or settings.save_weights is None or settings.checkpoints is None:
         return True
-    from runtime.checkpoints import latest, read_facts  # takes long to import
-
     checkpoint = latest(settings.checkpoints)
     return checkpoint is None or int(read_facts(checkpoint)["step"]) != settings.steps
 

@@ -10,21 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from runtime.checkpoints import Stretch
 from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
 from runtime.gradients import Gradients, SliceGradient, is_sharded
 from runtime.parameters import Parameter, Section
 from runtime.settings import Settings
 from runtime.world import World
 from sim.spec.plan import LayerRange
-
-if TYPE_CHECKING:
-    from runtime.checkpoints import Stretch
 
 Initial = Callable[[Parameter, int, int], torch.Tensor]
 """The first values of a parameter's rows `start` to `stop`, flat."""
@@ -111,8 +109,6 @@ class _Master:
 
     def stretches(self, part: tuple[int, int]) -> Iterable[Stretch]:
         """Its numbers within `part` of the slice, as a checkpoint knows them."""
-        from runtime.checkpoints import Stretch  # here, because it takes long to import
-
         start = self.gradient.own[0]
         for piece, low, high, at in self.gradient.slice.stretches(*part):
             first = piece.start * piece.parameter.row_size + low

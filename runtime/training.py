@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runtime import huggingface
+from runtime import checkpoints, huggingface
 from runtime.data import Batches, Order, Tokens, open_data
 from runtime.gradients import Gradients, is_sharded, lane_sections, reduction_ranks, section_parameters
 from runtime.interpreter import Interpreter
@@ -193,8 +193,6 @@ class Trainer:
 
     def save(self, folder: Path, step: int) -> Path:
         """The checkpoint that it wrote, of a training that has done so many steps."""
-        from runtime import checkpoints  # here, because it takes long to import
-
         facts = {
             "model": to_table(self.plan.transformer),
             "optimizer": self.plan.optimizer,
@@ -209,8 +207,6 @@ class Trainer:
 
     def resume(self, checkpoint: Path) -> int:
         """The steps that the training of a checkpoint has done. Raises InputError for one of another model or optimizer."""
-        from runtime import checkpoints  # here, because it takes long to import
-
         facts = checkpoints.read_facts(checkpoint)
         _check_facts(checkpoint, facts, self.plan, self.settings, self.tokens)
         checkpoints.load(checkpoint, self.optimizer.wanted(), self.world.control)
@@ -416,8 +412,6 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
     if settings.weights is not None and checkpoint is None:
         initial = huggingface.load_weights(settings.weights, plan.transformer).rows
     if checkpoint is not None:
-        from runtime import checkpoints  # here, because it takes long to import
-
         facts = checkpoints.read_facts(checkpoint)
         _check_facts(checkpoint, facts, plan, settings, tokens.count)
         if int(facts["step"]) + (settings.save_weights is None) > settings.steps:
@@ -432,8 +426,6 @@ def _chosen_checkpoint(world: World, settings: Settings) -> Path | None:
     """The checkpoint to resume, as the first worker sees it: on a shared file system another may not see the latest yet."""
     found: Path | None = None
     if world.rank == 0 and settings.checkpoints is not None:
-        from runtime import checkpoints  # here, because it takes long to import
-
         found = checkpoints.latest(settings.checkpoints)
         if settings.resume and found is None:
             raise InputError(f"{settings.checkpoints}: holds no complete checkpoint to resume")

@@ -576,6 +576,8 @@ class _Settings:
         )
         self._schedule, self._zero_stage, self.slices = plan.schedule, plan.zero_stage, plan.sequence_slices
         self._halves = SCHEDULES[plan.schedule].splits_backward
+        self._last_kinds: tuple[type[Pass], ...] = (BackwardWeight, BackwardInput) if self._halves else (Backward,)
+        """Of a last backward: the part after which gradients go on, and the other half where it is divided."""
         self._divided_length = plan.slice_length if plan.sequence_parallel else 0
         self._overlap, self._model = plan.overlap_gradients, model
         self._rules = rules_of(plan, stack)
@@ -969,15 +971,14 @@ class _Settings:
         look = self._seen[number]
         found = self._parts.get((look, parts))
         if found is None:
-            kinds = (BackwardWeight, BackwardInput) if self._halves else (Backward,)
-            found = self._parts[look, parts] = self._note_parts(*[self._each_part_s(look, parts, kind) for kind in kinds])
+            seconds = [self._each_part_s(look, parts, kind) for kind in self._last_kinds]
+            found = self._parts[look, parts] = self._note_parts(*seconds)
         return found
 
     def _layers_of(self, number: int) -> int:
         """As `_parts_of`, where every layer is a part."""
         look = self._seen[number]
-        kinds = (BackwardWeight, BackwardInput) if self._halves else (Backward,)
-        return self._note_parts(*[self._each_layer_s(look, kind) for kind in kinds])
+        return self._note_parts(*[self._each_layer_s(look, kind) for kind in self._last_kinds])
 
     def _note_parts(self, last: Sequence[float], inputs: Sequence[float] = ()) -> int:
         """The number of a new list of the parts of a last backward; `inputs`: of its other half, where it is divided."""

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import checkpoints
+from runtime import checkpoint_items
 from runtime.checkpoints import Stretch, complete, latest, load, read_facts, save
 from sim.spec.reading import InputError
 from tests.runtime.processes import soon_started
@@ -57,19 +57,19 @@ def save_shares(
     shares: Sequence[Share],
     facts: Mapping[str, Any] = MappingProxyType({}),
     keep: int = 0,
-    item_size: int = checkpoints.ITEM_SIZE,
+    item_size: int = checkpoint_items.ITEM_SIZE,
     full_on: int | None = None,
 ) -> Path:
     """The checkpoint that this rank saved with the others of its group. On rank `full_on` no file can exceed FULL_BYTES."""
     stretches = [Stretch(name, sizes[name], start, torch.from_numpy(values)) for name, start, values in shares]
-    usual, limits = checkpoints.ITEM_SIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    usual, limits = checkpoint_items.ITEM_SIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        checkpoints.ITEM_SIZE = item_size
+        checkpoint_items.ITEM_SIZE = item_size
         if full_on == (0 if group is None else dist.get_rank()):
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
         return save(folder, step, stretches, facts, group, keep)
     finally:
-        checkpoints.ITEM_SIZE = usual
+        checkpoint_items.ITEM_SIZE = usual
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
@@ -479,7 +479,7 @@ def _die_at(count: int, folder: Path) -> None:
 
     sys.addaudithook(audit)
     os.fsync = touching(os.fsync)
-    checkpoints._SavePlanner.resolve_data = touching(checkpoints._SavePlanner.resolve_data)  # type: ignore[method-assign]
+    checkpoint_items._SavePlanner.resolve_data = touching(checkpoint_items._SavePlanner.resolve_data)  # type: ignore[method-assign]
 
 
 def _kill_everywhere(folder: Path, earlier: int, keep: int) -> list[tuple[int, list[float], list[str]]]:
