@@ -35,8 +35,10 @@ test: $(INSTALLED)
 	@$(BIN)/python -m ruff format --quiet --check . || { \
 		echo "some files are not in the project's format; 'make format' rewrites them:" >&2; \
 		$(BIN)/python -m ruff format --check . >&2; exit 1; }
-	@echo "== mypy"
-	@$(BIN)/python -m mypy
+	@echo "== mypy; beside it, what is compiled once on a machine"
+	@$(BIN)/python -W ignore::RuntimeWarning -m partition.estimated & compilation=$$!; \
+		$(BIN)/python -m mypy || { wait $$compilation; exit 1; }; \
+		wait $$compilation || true
 	@echo "== import arrows"
 	@$(BIN)/lint-imports
 	@echo "== pytest"

@@ -1,8 +1,8 @@
 """Estimates for a search: `sim.cost.estimates`, whose arithmetic is compiled beside the search, once on a machine.
 
-That takes about twenty seconds, which a search may not have, and that of the exact ones (`sim.cost.estimate`) some more. So a
-process of its own does it (`python -m partition.estimated`), which outlives the search where it must: what it compiles is kept on
-disk, and the next search has it.
+That takes twenty seconds to a minute, which a search may not have, and that of the exact ones (`sim.cost.estimate`) some more.
+So a process of its own does it (`python -m partition.estimated`), which outlives the search where it must: what it compiles is
+kept on disk, and the next search has it.
 """
 
 from __future__ import annotations

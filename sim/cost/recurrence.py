@@ -7,10 +7,12 @@ Everything is numbers here: devices, links, nodes and lanes by their places in t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numba.core.types import unliteral
 from numpy.typing import NDArray
 
 from sim.cost.collectives import ALIKE, FLAGGED_BYTES
@@ -164,8 +166,21 @@ messages, steps come two by two or in fours; those that come in threes are all f
 STRETCHES, STRETCH = 3, 4.0
 """In how many stretches of time, of how many micro-batches each, it is seen which messages meet."""
 
-compiled = njit(cache=True, error_model="numpy")
-"""Compiled on first use, and kept on disk. Divisions by zero are infinite here, as in numpy."""
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function that is compiled on first use, and kept on disk. Divisions by zero are infinite in it, as in numpy.
+
+    Constants that it is called with are of their types: numba would compile it once for the constant that a variable starts
+    with, and again for what the variable becomes.
+    """
+    dispatcher: Any = njit(cache=True, error_model="numpy")(function)
+    template = dispatcher.get_call_template
+
+    def of_types(arguments: Sequence[Any], named: Any) -> Any:
+        return template([unliteral(one) for one in arguments], {name: unliteral(one) for name, one in dict(named).items()})
+
+    dispatcher.get_call_template = of_types
+    return dispatcher
 
 
 # --- Transfers -------------------------------------------------------------------------------------------------------
@@ -272,7 +287,8 @@ def _laps(world: World, load: Floats, order: Ints, n: int, lines: Floats, kept: 
                     kept += 1
             if kept == len(lines):
                 larger = np.empty((2 * kept, 2))
-                larger[:kept] = lines
+                for k in range(kept):
+                    larger[k, 0], larger[k, 1] = lines[k, 0], lines[k, 1]
                 lines = larger
             lines[kept, 0], lines[kept, 1] = latency_s, byte_s
             kept += 1
@@ -466,7 +482,8 @@ def _keep(
     seconds[row, 0], seconds[row, 1], seconds[row, 2] = byte_s, low_s, full_s
     begin = first_line[row]
     first_line[row + 1] = begin + len(lines)
-    line[begin : begin + len(lines)] = lines
+    for i in range(len(lines)):
+        line[begin + i, 0], line[begin + i, 1] = lines[i, 0], lines[i, 1]
     first[row + 1], used[0] = end, row + 1
     return row
 
@@ -522,15 +539,19 @@ def _by_link(links: int, rows: Ints, first: Ints, link: Ints, part: Floats) -> t
         stays[k], row = True, rows[who[users[k]]]
         for i in range(first[row], first[row + 1]):
             other = link[i]
-            if other != k and _fuller(users, who, share, k, other) and (other < k or not _fuller(users, who, share, other, k)):
+            # What all use together tells of most links that they are not fuller, before all are asked.
+            if other == k or total[other] < total[k] * (1 - 1e-9) or users[other + 1] - users[other] < users[k + 1] - users[k]:
+                continue
+            if _fuller(users, who, share, k, other) and (other < k or not _fuller(users, who, share, other, k)):
                 stays[k] = False
                 break
     kept = begin = 0
     for k in range(links):
         end = users[k + 1]
         if stays[k]:
-            who[kept : kept + end - begin], share[kept : kept + end - begin] = who[begin:end], share[begin:end]
-            kept += end - begin
+            for i in range(begin, end):
+                who[kept], share[kept] = who[i], share[i]
+                kept += 1
         begin, users[k + 1] = end, kept
     return users, who[:kept], share[:kept]
 
@@ -690,12 +711,13 @@ def _course(
                                 sent_s[1, back + k] = sent_s[1, back + k - period] + later_s
                     step += skipped
                     steady = micro_batches  # what is left is less than a period
-            before[:] = now
+            for here in range(count):
+                before[here] = now[here]
         for here in range(count - 1, -1, -1):
             lane, m = begin + here, step - 1 - warm_up[here]
             if m < 0 or m >= micro_batches:
                 continue
-            time = now[here]
+            time, at = now[here], m % slices if slices > 1 else 0  # divisions take as long as all else here
             for e in range(edge_first[lane], edge_first[lane + 1]):
                 time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
             if m == micro_batches - 1:
@@ -706,14 +728,14 @@ def _course(
                     part_s,
                     input_s,
                     halves,
-                    backwards_s[lane, m % slices],
+                    backwards_s[lane, at],
                     weight_s[here],
                     min(put_off[here], m) * weight_s[here],
                     part_end,
                     part_at[lane],
                 )
             else:
-                sent_now = time + backwards_s[lane, m % slices]
+                sent_now = time + backwards_s[lane, at]
                 time = sent_now + (weight_s[here] if halves and m >= put_off[here] else 0.0)
             now[here] = time
             for k in range(entering_first[lane], entering_first[lane + 1]):
@@ -722,19 +744,21 @@ def _course(
                 free = sent_now if m == 0 else max(sent_now, sent_s[1, flow - 1])
                 sent_s[1, flow] = free + wire_s[1, e]
         if step < micro_batches:
+            at = step % slices
             for here in range(count):
                 lane, time = begin + here, now[here]
                 for k in range(entering_first[lane], entering_first[lane + 1]):
                     e = entering[k]
                     time = max(time, sent_s[0, flow_at[e] + step] + latency_s[0, e])
-                time += forwards_s[lane, step % slices]
+                time += forwards_s[lane, at]
                 now[here] = time
                 for e in range(edge_first[lane], edge_first[lane + 1]):
                     flow = flow_at[e] + step
                     free = time if step == 0 else max(time, sent_s[0, flow - 1])
                     sent_s[0, flow] = free + wire_s[0, e]
         step += 1
-    back_end[begin:end] = now
+    for here in range(count):
+        back_end[begin + here] = now[here]
 
 
 @compiled
@@ -754,12 +778,15 @@ def _passes(
     If `closely`, collectives share the rates of their links with those of lanes of the same layers in other pipelines, which are
     in step with them.
     """
-    look = tables.look
+    look, pass_s = tables.look, tables.pass_s
+    groups = np.empty(len(lanes), np.int64)
     for lane in range(len(lanes)):
-        forwards_s[lane], backwards_s[lane] = tables.pass_s[lanes[lane, LOOK], 0], tables.pass_s[lanes[lane, LOOK], 1]
+        groups[lane] = lanes[lane, GROUP]
+        for i in range(pass_s.shape[2]):
+            forwards_s[lane, i], backwards_s[lane, i] = pass_s[lanes[lane, LOOK], 0, i], pass_s[lanes[lane, LOOK], 1, i]
     if not closely or len(pipelines) == 1:
         return
-    users, who, share = _by_link(links, lanes[:, GROUP], tables.ring_first, tables.ring_link, tables.ring_share)
+    users, who, share = _by_link(links, groups, tables.ring_first, tables.ring_link, tables.ring_share)
     slowed = np.ones(len(lanes))
     for k in range(links):
         for i in range(users[k], users[k + 1]):
@@ -771,8 +798,9 @@ def _passes(
             slowed[lane] = max(slowed[lane], full)
     for lane in range(len(lanes)):
         at = lanes[lane, LOOK]
-        forwards_s[lane] += (slowed[lane] - 1) * look[at, FORWARD_RING_S]
-        backwards_s[lane] += (slowed[lane] - 1) * look[at, BACKWARD_RING_S]
+        for i in range(pass_s.shape[2]):
+            forwards_s[lane, i] += (slowed[lane] - 1) * look[at, FORWARD_RING_S]
+            backwards_s[lane, i] += (slowed[lane] - 1) * look[at, BACKWARD_RING_S]
 
 
 @compiled
@@ -1155,7 +1183,8 @@ def _courses(
             same = first + lane - begin
             back_end[lane] = free_s[same]
             if same != lane:
-                part_end[part_at[lane] : part_at[lane + 1]] = part_end[part_at[same] : part_at[same + 1]]
+                for k in range(part_at[lane + 1] - part_at[lane]):
+                    part_end[part_at[lane] + k] = part_end[part_at[same] + k]
     return True
 
 
