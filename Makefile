@@ -14,6 +14,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed-with-$(notdir $(PYTHON))
 
 export MPLBACKEND := Agg
+# The tests start hundreds of processes, each of which would read all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := test

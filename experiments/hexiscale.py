@@ -17,7 +17,7 @@ from sim.engine import simulate
 from sim.metrics import report
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.job import Job
-from sim.spec.reading import InputError, Table, read_yaml, write_file
+from sim.spec.reading import InputError, Table, read_own_yaml, write_file
 from sim.spec.trace import trace_json
 from sim.spec.transformer import transformer
 
@@ -68,7 +68,7 @@ class Facts:
 def facts() -> Facts:
     """The facts of `data/hexiscale.yaml`, which also says where they are from."""
     path = Path(__file__).with_name("data") / "hexiscale.yaml"
-    table = Table(read_yaml(path), path.name)
+    table = Table(read_own_yaml(path), path.name)
     peaks = table.table("peak_tflops_assumed")
     reports = tuple(
         Reported(entry.text("cluster"), entry.text("model"), entry.text("system"), entry.number("mfu", maximum=100.0) / 100)

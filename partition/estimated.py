@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from functools import cache
 from hashlib import sha1, sha256
 from importlib.util import find_spec
@@ -139,13 +138,17 @@ def main() -> int:
 
 
 MODEL = "gpt3-125m"
-NODE = Node("a", gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9), Nic("infiniband", 25e9))
+
+
+def _node(name: str) -> Node:
+    """A node of the small clusters below."""
+    return Node(name, gpu_kind("A100-80GB-SXM"), 4, Intra("nvlink", 300e9), Nic("infiniband", 25e9))
 
 
 @cache
 def _estimate_once() -> None:
     """Nothing; has the arithmetic compiled, or what was compiled loaded, by the estimate of a small plan."""
-    job, cluster = Job(transformer(MODEL), 512, 4), Cluster("one", (NODE,))
+    job, cluster = Job(transformer(MODEL), 512, 4), Cluster("one", (_node("a"),))
     stages = [[Stage((Replica((f"a/{2 * p + s}",), 1),), ((6 * s, 6 * s + 6),)) for s in range(2)] for p in range(2)]
     pipelines = tuple(Pipeline(1, 2, tuple(own)) for own in stages)
     Estimates(cluster, job).iteration_s(Plan(cluster.name, MODEL, 512, 4, pipelines))
@@ -154,7 +157,7 @@ def _estimate_once() -> None:
 @cache
 def _estimate_exactly() -> None:
     """The same for exact estimates, by a plan whose messages meet: forward to one stage and back to another on one way."""
-    cluster = Cluster("two", (NODE, replace(NODE, name="b")))
+    cluster = Cluster("two", (_node("a"), _node("b")))
     stages = tuple(Stage((Replica((name,), 1),), ((4 * s, 4 * s + 4),)) for s, name in enumerate(("a/0", "b/0", "a/1")))
     Estimate(Plan(cluster.name, MODEL, 512, 4, (Pipeline(1, 4, stages),)), cluster).iteration_s()
 

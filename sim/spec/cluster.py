@@ -17,7 +17,7 @@ from itertools import permutations
 from pathlib import Path
 
 from sim.spec.gpu import CONSTANTS, SPEEDS, GpuKind, at_speed, catalogue, fold, gpu_kind, read_gpu_kind
-from sim.spec.reading import InputError, Table, in_range, nearest, parse_yaml, quantity, range_text, read_text, read_yaml
+from sim.spec.reading import InputError, Table, in_range, nearest, parse_yaml, quantity, range_text, read_own_yaml, read_text
 from sim.spec.stack import Stack, read_stack, stack, stacks
 from sim.spec.writing import efficiency_entries, kind_entries, quantity_text, stack_entries
 
@@ -52,7 +52,7 @@ class Links:
 @cache
 def links() -> Links:
     """The constants of constants.yaml, which is read at the first call."""
-    return read_links(Table(read_yaml(CONSTANTS), CONSTANTS.name).table("links"))
+    return read_links(Table(read_own_yaml(CONSTANTS), CONSTANTS.name).table("links"))
 
 
 def read_links(table: Table) -> Links:

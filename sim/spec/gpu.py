@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sim.spec.reading import REQUIRED, InputError, Table, nearest, quantity, read_yaml
+from sim.spec.reading import REQUIRED, InputError, Table, nearest, quantity, read_own_yaml
 
 CONSTANTS = Path(__file__).with_name("constants.yaml")
 """The constants that `motley validate --fit` fits: the `efficiencies` read here, and the `stacks` of `sim.spec.stack`."""
@@ -265,8 +265,8 @@ def efficiencies() -> Mapping[str, Efficiency]:
 def _catalogue() -> tuple[Mapping[str, GpuKind], Mapping[str, Efficiency]]:
     """The kinds, and the efficiencies that kinds share, by name."""
     path = Path(__file__).with_name("gpu_kinds.yaml")
-    root = Table(read_yaml(path), path.name)
-    shared, entries = Table(read_yaml(CONSTANTS), CONSTANTS.name).table("efficiencies"), root.table("kinds")
+    root = Table(read_own_yaml(path), path.name)
+    shared, entries = Table(read_own_yaml(CONSTANTS), CONSTANTS.name).table("efficiencies"), root.table("kinds")
     family_names, kind_names = shared.keys(), entries.keys()
     families = {family: _read_efficiency(shared.table(family), None) for family in family_names}
     kinds: dict[str, GpuKind] = {}

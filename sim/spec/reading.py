@@ -175,6 +175,15 @@ def read_yaml(path: str | Path) -> object:
     return parse_yaml(read_text(path), str(path))
 
 
+def read_own_yaml(path: Path) -> object:
+    """The plain value of a YAML file that comes with Motley, as `read_yaml` gives it, ten times as fast.
+
+    Every command begins with some of them. For files of users libyaml will not do: it crashes where they nest too deeply, and
+    takes keys that stand twice.
+    """
+    return yaml.load(read_text(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def parse_yaml(text: str, where: str) -> object:
     """The plain value of a YAML text. Raises InputError with line and column where it is not YAML."""
     try:

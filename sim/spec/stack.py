@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 
 from sim.spec.gpu import CONSTANTS
-from sim.spec.reading import InputError, Table, nearest, read_yaml
+from sim.spec.reading import InputError, Table, nearest, read_own_yaml
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def stack(name: str) -> Stack:
 @cache
 def stacks() -> Mapping[str, Stack]:
     """All known stacks by name, in the order of the file, which is read at the first call."""
-    root = Table(read_yaml(CONSTANTS), CONSTANTS.name)
+    root = Table(read_own_yaml(CONSTANTS), CONSTANTS.name)
     entries = root.table("stacks")
     names = entries.keys()
     return MappingProxyType({name: read_stack(name, entries.table(name)) for name in names})

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sim.spec.reading import InputError, Table, nearest, read_json, read_yaml
+from sim.spec.reading import InputError, Table, nearest, read_json, read_own_yaml
 
 Made = TypeVar("Made", "Transformer", "Moe")
 
@@ -232,7 +232,7 @@ def presets() -> Mapping[str, Transformer]:
     """The published transformers by name, in the order of `presets.yaml`."""
     path = Path(__file__).with_name("presets.yaml")
     found: dict[str, Transformer] = {}
-    for family in Table({"families": read_yaml(path)}, path.name).tables("families"):
+    for family in Table({"families": read_own_yaml(path)}, path.name).tables("families"):
         family.text("source")
         shared, models = family.table("shared"), family.table("models")
         for name in models.keys():  # noqa: SIM118  (a Table is not a mapping)

@@ -22,7 +22,7 @@ from tests.runtime.reference import initial_weights, train
 from tests.runtime.workers import WORKERS, Order, Outcome, Workers, token_file
 from tests.strategies import plans
 
-STEPS = 5
+STEPS = 3
 TOKENS = 4000
 
 LLAMA = Transformer(name="small-llama", layers=4, hidden=32, ffn=48, heads=4, kv_heads=2, vocab=96)

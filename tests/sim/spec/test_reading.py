@@ -18,6 +18,7 @@ from sim.spec.reading import (
     parse_json,
     quantity,
     read_json,
+    read_own_yaml,
     read_text,
     read_yaml,
     write_file,
@@ -189,6 +190,15 @@ def test_what_is_not_yaml_is_told_in_one_line_with_its_place(tmp_path: Path, tex
     path = write(tmp_path, text)
     error = line_of(lambda: read_yaml(path))
     assert error.startswith(f"{path}{at}: is not valid YAML: ") and problem in error
+
+
+ROOT = Path(__file__).parents[3]
+OWN = sorted(path for part in ("sim", "partition", "runtime", "experiments") for path in (ROOT / part).rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_our_own_files_read_the_same_quickly_and_with_care(path: Path) -> None:
+    assert repr(read_own_yaml(path)) == repr(read_yaml(path))
 
 
 def test_one_key_in_two_mappings_is_no_key_twice(tmp_path: Path) -> None:
