@@ -47,6 +47,27 @@ Received = list[tuple[Sequences, torch.Tensor]]
 """Shares of a micro-batch, or of a slice of one, that have arrived."""
 
 
+class _Seeded(torch.autograd.Function):
+    """A scalar whose backward goes on with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient, None
+
+
+def backward(x: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Nothing; adds up the gradients of what a tensor was computed from, given its own.
+
+    As `torch.autograd.backward`, which compares the shapes by symbols, and for that loads sympy: a second of each worker's start.
+    """
+    _Seeded.apply(x, gradient).backward()  # type: ignore[no-untyped-call]
+
+
 class Interpreter:
     """Runs iterations of one lane's program. `parts` are the lane's model, cut where any backward is cut."""
 
@@ -215,7 +236,7 @@ class Interpreter:
         else:
             seed = self._input_gradients.pop((m, part[1]))
         with self._parameters(instruction, part):
-            torch.autograd.backward(left, seed)
+            backward(left, seed)
         if entered.grad is not None:
             self._input_gradients[m, part[0]] = entered.grad
 

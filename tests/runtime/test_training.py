@@ -248,16 +248,20 @@ def test_a_model_whose_heads_do_not_divide_is_refused_in_one_line(workers: Worke
 # --- Starting --------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_compiles_and_saves_nothing_loads_neither_torchs_compiler_nor_its_checkpoints() -> None:
-    # They take as long to load as all else of torch, on every worker.
+def test_a_worker_that_compiles_and_saves_nothing_loads_neither_torchs_compiler_nor_its_checkpoints_nor_sympy() -> None:
+    # They take longer to load than all else of torch, on every worker.
     script = """if True:
         import sys, torch, runtime.__main__, runtime.training
+        from runtime.interpreter import backward
         from runtime.optimizer import adamw
         ones = [torch.ones(1)] * 4
         steps = [torch.zeros(())]
         adamw(*([one.clone()] for one in ones), [], steps, fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=0.1,
               weight_decay=0.0, eps=1e-8, maximize=False)
-        print(steps[0].item(), [name for name in ("torch._dynamo", "torch.distributed.checkpoint") if name in sys.modules])
+        x = torch.arange(3.0, requires_grad=True)
+        backward(2 * x * x, torch.tensor([1.0, 2.0, 3.0]))
+        heavy = ("torch._dynamo", "torch.distributed.checkpoint", "sympy")
+        print(steps[0].item(), x.grad.tolist(), [name for name in heavy if name in sys.modules])
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("1.0 []\n", "")
+    assert (done.stdout, done.stderr) == ("1.0 [0.0, 8.0, 24.0] []\n", "")
