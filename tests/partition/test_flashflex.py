@@ -75,7 +75,9 @@ def test_more_stages_than_layers_make_no_draft() -> None:
     assert assembly(world, job(SMALL)).draft([tuple((f"a/{i}",) for i in range(16))], 1, Settings()) is None
 
 
-@pytest.mark.parametrize("cell", [("mixed-a", "llama-2-13b", 0.85), ("mixed-b", "llama-2-7b", 0.85)])
+@pytest.mark.parametrize(
+    "cell", [pytest.param(("mixed-a", "llama-2-13b", 0.85), marks=pytest.mark.slow), ("mixed-b", "llama-2-7b", 0.85)]
+)
 def test_it_beats_symmetric_grids_on_the_clusters_of_its_paper(cell: tuple[str, str, float]) -> None:
     name, model, share = cell
     world = read_cluster(CLUSTERS / f"hexiscale-{name}.yaml")
