@@ -322,9 +322,9 @@ class _Hunt:
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
-        """By the number of pipelines, the best deal by the judge, or by its estimate if it is `followed`, and its seconds."""
+        """By the number of pipelines, the best deal by the judge, or until it is judged by its estimate, and its seconds."""
         self.followed: set[Deal] = set()
-        """Of these ends, those that the judge would take too long for."""
+        """Ends that the judge would have taken too long for while others were looked for."""
         self.least_s = math.inf
         """The least that a plan on these GPUs takes by the judge; the search's best may be on others, if they are chosen, too."""
         self._slow: set[Plan] = set()
@@ -422,9 +422,7 @@ class _Hunt:
         for entry in found:
             self._keep(*entry)
         self.deal()
-        near = sorted(self.ends.values(), key=lambda end: end[0])[: cores()]
-        if near and near[0][1] in self.followed:  # from now on it counts only by the judge
-            self.judged([drafted for drafted in (self._drafted(deal) for _, deal in near) if drafted is not None])
+        self.judge_followed()
         if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
             best_s, best, draft = self.ranked()[0]
             if best_s < self.least_s:
@@ -567,6 +565,16 @@ class _Hunt:
         if self.ends:
             self._descend_all(dealers, [_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
+    def judge_followed(self) -> None:
+        """Has the best ends judged, if the best has only been followed; an end without a verdict is none any more."""
+        near = sorted(self.ends.values(), key=lambda end: end[0])[: cores()]
+        if not near or near[0][1] not in self.followed:
+            return
+        drafts = [(deal, drafted) for _, deal in near if (drafted := self._drafted(deal)) is not None]
+        for seconds, (deal, _) in zip(self.judged([drafted for _, drafted in drafts]), drafts, strict=True):
+            self.ends[deal.pipelines] = seconds, deal
+        self.ends = {number: end for number, end in self.ends.items() if math.isfinite(end[0])}
+
     def _awaited_s(self) -> float:
         """Seconds that the judge may need for the best end if it has not been asked for it."""
         _, best = min(self.ends.values(), key=lambda end: end[0], default=(math.inf, None))
@@ -625,7 +633,7 @@ class _Hunt:
                     self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
                     dealers.judged.append((plan, verdict))
                 for seconds, deal in found.followed:
-                    self.least_s = min(self.least_s, self._note(self.ends, seconds, deal))
+                    self._note(self.ends, seconds, deal)
                     self.followed.add(deal)
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:

@@ -341,7 +341,7 @@ def jobs() -> SearchStrategy[tuple[Cluster, Job]]:
     return st.tuples(starved_clusters(), work)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs(), st.data())
 def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: st.DataObject) -> None:
     on, work = world
@@ -355,7 +355,7 @@ def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: s
     assert bound(another, work).iteration_s <= least
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs(), st.sampled_from((1.1, 3.0, 100.0)))
 def test_faster_links_never_raise_it(world: tuple[Cluster, Job], factor: float) -> None:
     on, work = world
@@ -366,7 +366,7 @@ def test_faster_links_never_raise_it(world: tuple[Cluster, Job], factor: float) 
     assert bound(replace(on, nodes=nodes, wan=wan), work).iteration_s <= bound(on, work).iteration_s * CLOSE
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs(), st.integers(1, 40))
 def test_a_larger_batch_never_lowers_it(world: tuple[Cluster, Job], more: int) -> None:
     on, work = world

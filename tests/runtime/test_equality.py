@@ -320,8 +320,17 @@ def assert_equal(outcome: Outcome, losses: list[float], weights: dict[str, torch
 
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_and_parameters_equal_those_of_one_process_in_fp64(name: str, workers: Workers, tmp_path: Path) -> None:
-    plan = PLANS[name]
-    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64")
+    check_fp64(PLANS[name], STEPS, workers, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_they_do_so_after_many_steps(name: str, workers: Workers, tmp_path: Path) -> None:
+    check_fp64(PLANS[name], 12, workers, tmp_path)
+
+
+def check_fp64(plan: Plan, steps: int, workers: Workers, folder: Path) -> None:
+    chosen = settings_of(plan, token_file(folder, plan.transformer.vocab, TOKENS), precision="fp64", steps=steps)
     outcome = workers.train(Order(plan, chosen, bucket_parameters=1000))
     assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
 
