@@ -9,9 +9,8 @@ by their speed. So the search is over layouts alone:
        the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each
        number of pipelines and from random deals, then all the way from the best of these and from the best of many random deals
        of as many pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the
-       best. Where they end is judged; where that would take too much of the time, the best of them after all have ended. So are
-       those grids that divide gradients, parameters or experts (`partition.grids`), or whose stages hold several ranges of layers
-       (`partition.chunks`), and may be better.
+       best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or
+       whose stages hold several ranges of layers (`partition.chunks`), and may be better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -139,13 +138,9 @@ DRAWN, DRAWING, ASKED = 1500, 0.15, 60
 """Of so many random deals of as many pipelines, drawn in this share of a descent's time, so many are estimated in another such
 share."""
 
-FOLLOWED, LONG, LONGEST = 50, 0.1, 0.5
+FOLLOWED, LONGEST = 50, 0.5
 """The judge takes so many times as long as estimates that follow all messages; of the time that is left it may take such a part
-for an end whose sequences come in slices. Up to another part, such an end is taken for what its estimate says until descents have
-ended; what takes longer is none."""
-
-AWAITED = 2.5
-"""Descents leave so many times the seconds that the judge is expected to need for the best such end; it may take half of them."""
+for an end whose sequences come in slices."""
 
 TRUSTED = 1.15
 """Estimates of so many pipelines are trusted until an end takes so many times as long by the judge."""
@@ -277,8 +272,6 @@ class _Descended:
     judged: list[tuple[Plan, Verdict, Deal]] = field(default_factory=list)
     unjudged: list[Deal] = field(default_factory=list)
     """Ends whose verdicts would have come too late."""
-    followed: list[tuple[float, Deal]] = field(default_factory=list)
-    """Ends whose verdicts would have taken too much of the time, with what their estimates say with all messages followed."""
     longest: tuple[int, float] = (1, 0.0)
     """The most work that was judged, and the seconds that it took."""
     ends: list[tuple[float, Deal]] = field(default_factory=list)
@@ -322,9 +315,7 @@ class _Hunt:
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
-        """By the number of pipelines, the best deal by the judge, or until it is judged by its estimate, and its seconds."""
-        self.followed: set[Deal] = set()
-        """Ends that the judge would have taken too long for while others were looked for."""
+        """By the number of pipelines, the best deal by the judge, and its seconds."""
         self.least_s = math.inf
         """The least that a plan on these GPUs takes by the judge; the search's best may be on others, if they are chosen, too."""
         self._slow: set[Plan] = set()
@@ -422,7 +413,6 @@ class _Hunt:
         for entry in found:
             self._keep(*entry)
         self.deal()
-        self.judge_followed()
         if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
             best_s, best, draft = self.ranked()[0]
             if best_s < self.least_s:
@@ -565,22 +555,6 @@ class _Hunt:
         if self.ends:
             self._descend_all(dealers, [_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
-    def judge_followed(self) -> None:
-        """Has the best ends judged, if the best has only been followed; an end without a verdict is none any more."""
-        near = sorted(self.ends.values(), key=lambda end: end[0])[: cores()]
-        if not near or near[0][1] not in self.followed:
-            return
-        drafts = [(deal, drafted) for _, deal in near if (drafted := self._drafted(deal)) is not None]
-        for seconds, (deal, _) in zip(self.judged([drafted for _, drafted in drafts]), drafts, strict=True):
-            self.ends[deal.pipelines] = seconds, deal
-        self.ends = {number: end for number, end in self.ends.items() if math.isfinite(end[0])}
-
-    def _awaited_s(self) -> float:
-        """Seconds that the judge may need for the best end if it has not been asked for it."""
-        _, best = min(self.ends.values(), key=lambda end: end[0], default=(math.inf, None))
-        drafted = self._drafted(best) if best is not None and best in self.followed else None
-        return 0.0 if drafted is None else AWAITED * self._expected_s(*drafted)
-
     def _unlike_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
         """The best ends of first steps, the fastest first, a few of each number of pipelines."""
         found: list[Deal] = []
@@ -607,7 +581,7 @@ class _Hunt:
         """Descends until a moment of the search, side by side where it may; takes what is found, and returns the ends."""
         workers = 1 if dealers.team.alone else cores()
         turns = -(-len(descents) // workers)
-        now_s, until_s = self.search.elapsed_s, min(until_s, self.search.budget_s - self._awaited_s())
+        now_s = self.search.elapsed_s
         # A verdict is worth more than annealing, whose time it may take.
         left_s = until_s - now_s, self._left_s(WALKED)
         known = None if dealers.team.alone else _Known(self.ends, self.errors, self.longest, dealers.judged)
@@ -632,9 +606,6 @@ class _Hunt:
                     self.search.take(plan, verdict)
                     self.least_s = min(self.least_s, self._note_end(self.ends, plan, verdict, deal))
                     dealers.judged.append((plan, verdict))
-                for seconds, deal in found.followed:
-                    self._note(self.ends, seconds, deal)
-                    self.followed.add(deal)
                 for layout in map(self.deals.layout, found.unjudged):
                     if layout is not None:
                         self.score_s(layout)
@@ -678,17 +649,12 @@ class _Hunt:
 
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
-            soon = True
             if seconds < least_s * SLOW_WORTH and deal.settings.sequence_slices > 1 and not self._quick(deal):
-                seconds, soon = self._followed_s(seconds, deal, task.verdicts_s)
+                seconds = self._followed_s(seconds, deal, task.verdicts_s)
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
                 return math.inf
             if deal.pipelines in ends and seconds > self._slack(deal.pipelines) * ends[deal.pipelines][0]:
                 return math.inf
-            if not soon:
-                found.followed.append((seconds, deal))
-                least_s = min(least_s, self._note(ends, seconds, deal))
-                return seconds
             judged = judged_s(deal)
             if judged < math.inf:
                 least_s = min(least_s, seconds if self.estimates is None else judged)
@@ -734,21 +700,19 @@ class _Hunt:
         found.longest = self.longest
         return found
 
-    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> tuple[float, bool]:
-        """Seconds of a deal whose messages are all followed by the estimates, and whether the judge would be soon done with it.
+    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> float:
+        """Seconds of a deal whose messages are all followed by the estimates; infinite where the judge would take too long.
 
-        That is, for what is left until a moment of the search; how long it takes is told by how long following them takes. The
-        seconds are infinite where it would take too long even for the best end.
+        That is, for what is left until a moment of the search; how long it takes is told by how long following them takes.
         """
         drafted = self._drafted(deal)
         if self.estimates is None or drafted is None:
-            return seconds, True
+            return seconds
         began_s = self.search.elapsed_s
         followed_s = self.draft_s(*drafted, math.inf)
         now_s = self.search.elapsed_s
         self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
-        part = FOLLOWED * (now_s - began_s) / max(until_s - now_s, 1e-9)
-        return followed_s if part <= LONGEST else math.inf, part <= LONG
+        return followed_s if FOLLOWED * (now_s - began_s) <= LONGEST * (until_s - now_s) else math.inf
 
     def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
         """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
@@ -781,10 +745,7 @@ class _Hunt:
         """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""
         if not isinstance(verdict, Cost):
             return math.inf
-        return self._note(ends, self.charges.judged_s(plan, verdict), deal)
-
-    def _note(self, ends: dict[int, tuple[float, Deal]], seconds: float, deal: Deal) -> float:
-        """The seconds; takes the deal down if none of as many pipelines is better."""
+        seconds = self.charges.judged_s(plan, verdict)
         if deal.pipelines not in ends or seconds < ends[deal.pipelines][0]:
             ends[deal.pipelines] = seconds, deal
         return seconds

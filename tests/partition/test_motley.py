@@ -133,26 +133,6 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
     assert min(map(hunt.deal_s, found.unjudged)) < hunt.deal_s(start)
 
 
-def test_ends_in_slices_that_would_take_the_judge_long_are_followed_and_the_best_is_judged_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("partition.planners.motley.QUICK_WORK", 0)
-    monkeypatch.setattr("partition.planners.motley.LONG", 0.0)
-    world = cluster(*(node(f"n{i}", "RTX3090", 1) for i in range(6)))
-    work = job(replace(SMALL, name="deep", layers=24), batch=4)
-    search = Search(world, work, simulation(world, work), 0, 60.0)
-    hunt = _Hunt(search, usable_nodes(search))
-    hunt.load(60.0)
-    hunt.begin()
-    seconds, best = min(hunt.ends.values(), key=lambda end: end[0])
-    assert best in hunt.followed and best.settings.sequence_slices > 1
-    assert search.best is not None
-    assert search.best[1].iteration_s == hunt.least_s == judged_s(hunt, best) == seconds
-    # The whole ones were judged, as ever.
-    assert {deal.settings.sequence_slices for deal in hunt.followed} <= {2, 4, 8}
-    assert all(judged_s(hunt, deal) == told for told, deal in hunt.ends.values() if deal not in hunt.followed)
-
-
 def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_tried() -> None:
     world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2))
     search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
