@@ -2,7 +2,7 @@
 
 Masters are in fp32 (or the training precision, where that is no less), one flat tensor for every slice of the common
 refinement, or this worker's shard of it. Where the plan offloads the optimizer they are in the host's memory with their states:
-gradients come there, the processors do the step, and parameters go back.
+gradients come there chunk by chunk, the processors do the step, and parameters go back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
 from runtime.gradients import Gradients, SliceGradient, is_sharded
 from runtime.parameters import Parameter, Section
 from runtime.settings import Settings
+from runtime.staging import Staging
 from runtime.world import World
 from sim.spec.plan import LayerRange
 
@@ -90,12 +91,14 @@ class _Master:
         self.updates = [torch.zeros((), device=self.values.device) for _ in self.parts]
         """Steps that each stretch has had, which torch counts up."""
 
-    def write_back(self) -> None:
+    def write_back(self, staging: Staging) -> None:
         """Copies the master to the parameters, where these are others and all here."""
         if self.aliased or self.gradient.scattered:
             return
         for run in self.gradient.runs:
-            self.gradient.section.values[run.offset : run.offset + run.size].copy_(self.values[run.at : run.at + run.size])
+            staging.send(
+                self.values[run.at : run.at + run.size], self.gradient.section.values[run.offset : run.offset + run.size]
+            )
 
     def initialise(self, initial: Initial) -> None:
         """Draws the first values of the master copy, which may be cut anywhere in a row."""
@@ -149,6 +152,7 @@ class Optimizer:
         self._since_overflow = 0
         self._loss = self._norm = math.nan
         self._gathers: list[_Gather] = []
+        self._staging = Staging()
         self._sharded = {layers for layers in sections if is_sharded(plan, world.lane, layers)}
         """Sections whose parameters are here only while they are used (ZeRO 3)."""
 
@@ -197,7 +201,7 @@ class Optimizer:
         for decays in (True, False):
             self._update([(m, n) for m in self._all for n, part in enumerate(m.parts) if part[2] == decays], decays, factor, rate)
         for master in self._all:
-            master.write_back()
+            master.write_back(self._staging)
         self.updates += 1
         if self._scales:
             self._since_overflow += 1
@@ -208,13 +212,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _update(self, stretches: Sequence[tuple[_Master, int]], decays: bool, factor: float, rate: float) -> None:
-        """Nothing; updates some stretches of masters, given by number, with `factor` times their gradients.
-
-        By torch's functions, because its optimizer classes load its compiler, which takes as long as all else of torch.
-        """
-        settings = self._settings
-        weight_decay = settings.weight_decay if decays else 0.0
-        values, gradients = [], []
+        """Nothing; updates some stretches of masters, given by number, with `factor` times their gradients."""
+        values, gradients, states, updates = [], [], [], []
         for master, n in stretches:
             a, b, _ = master.parts[n]
             gradient = master.gradient.value
@@ -222,10 +221,37 @@ class Optimizer:
             part = gradient[a:b]
             if factor != 1.0:
                 part.mul_(factor)
+            own = [state[a:b] for state in master.states.values()]
+            if self._world.plan.offload_optimizer:
+                # A chunk is updated while the next one comes down; the count of updates is of the whole stretch.
+                for begin, end, chunk in self._staging.brought(part):
+                    held = [state[begin:end] for state in own]
+                    numbers = master.values[a + begin : a + end]
+                    self._move([numbers], [chunk.to(numbers.dtype)], [held], [master.updates[n].clone()], decays, rate)
+                master.updates[n] += 1
+                continue
             values.append(master.values[a:b])
-            gradients.append(part.to(master.values.device).to(master.values.dtype))
-        if not stretches:
-            return
+            gradients.append(part.to(master.values.dtype))
+            states.append(own)
+            updates.append(master.updates[n])
+        if values:
+            self._move(values, gradients, states, updates, decays, rate)
+
+    def _move(
+        self,
+        values: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
+        updates: list[torch.Tensor],
+        decays: bool,
+        rate: float,
+    ) -> None:
+        """Nothing; one update of some numbers by their gradients, with their `STATES` and the count of their updates.
+
+        By torch's functions, because its optimizer classes load its compiler, which takes as long as all else of torch.
+        """
+        settings = self._settings
+        weight_decay = settings.weight_decay if decays else 0.0
         if self._world.plan.optimizer == "sgd":
             sgd(
                 values,
@@ -240,16 +266,14 @@ class Optimizer:
                 maximize=False,
             )
             return
-        averages, squares = (
-            [master.states[name][slice(*master.parts[n][:2])] for master, n in stretches] for name in STATES["adamw"]
-        )
+        averages, squares = ([own[i] for own in states] for i in range(len(STATES["adamw"])))
         adamw(
             values,
             gradients,
             averages,
             squares,
             [],
-            [master.updates[n] for master, n in stretches],
+            updates,
             fused=True,
             amsgrad=False,
             beta1=settings.beta1,
@@ -277,7 +301,7 @@ class Optimizer:
             gradient = master.gradient
             ranks = gradient.slice.ranks
             mine = gradient.section.values.new_zeros(gradient.padded // len(ranks))
-            mine[: len(master.values)] = master.values
+            self._staging.send(master.values, mine[: len(master.values)])
             if len(ranks) == 1:
                 self._spread(master, mine)
                 continue
@@ -348,7 +372,7 @@ class Optimizer:
         for master in self._all:
             for updates in master.updates:
                 updates.fill_(self.updates)
-            master.write_back()
+            master.write_back(self._staging)
         for layers in self._masters:
             if layers not in self._sharded:
                 self.bring(layers)
