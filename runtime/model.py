@@ -135,9 +135,12 @@ class Attended:
         return earliest_key(start, self._window), start, start + length
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slice:
-    """One slice of a micro-batch in one layer."""
+    """One slice of a micro-batch in one layer.
+
+    Not frozen: of a frozen dataclass torch 2.11 compiles in all fields, and so layers anew for each slice's mask.
+    """
 
     place: int
     attended: Attended
