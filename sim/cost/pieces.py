@@ -23,7 +23,7 @@ sequence's tokens, cut so that the causal mask leaves all ranks equally many FLO
 those of the slices before it, too.
 
 The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
-memory traffic.
+memory traffic, which may be another for what tensor parallelism divides; its kernels may each take some seconds more.
 Left out: the gradients' norm, the
 quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence parallelism.
 """
@@ -50,6 +50,8 @@ from sim.spec.counts import (
     layer_parameters_at,
     layer_pointwise_bytes,
     layer_pointwise_kernels,
+    layer_pointwise_sharded_bytes,
+    layer_sharded_bytes,
     tied_copy_parameters_at,
 )
 from sim.spec.gpu import GpuKind
@@ -138,10 +140,13 @@ class LayerWork:
     attention: AttentionWork
     memory_bytes: int
     """Of the kernels that memory bounds."""
+    sharded_bytes: int
+    """Of these bytes, those between matmuls that tensor parallelism divides."""
     memory_kernels: int
     pointwise_bytes: int
+    pointwise_sharded_bytes: int
     pointwise_kernels: int
-    """Of these, what pointwise recompute repeats."""
+    """Of all of these, what pointwise recompute repeats."""
     parameters: int
     """That it has the gradients of."""
 
@@ -196,8 +201,10 @@ def layer_work(
         matmuls=work,
         attention=attention,
         memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
+        sharded_bytes=layer_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
         memory_kernels=layer_kernels(transformer, expert_parallel) - work.count - 1,
         pointwise_bytes=layer_pointwise_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
+        pointwise_sharded_bytes=layer_pointwise_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
         pointwise_kernels=layer_pointwise_kernels(transformer, expert_parallel),
         parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel),
     )
@@ -218,6 +225,9 @@ class Rates:
     kind: GpuKind
     matmul_peak: float
     other_peak: float
+    attention_peak: float
+    """Of flash attention, whose kernels are of 16 bits. In 4 bytes torch's memory-efficient one takes its place, which reaches
+    half the peak of fp32, whatever that of tf32: on an H200 33 TFLOP/s, and 39 forward where matmuls may be in tf32."""
     matmul_fraction: float
 
     def matmul_s(self, work: MatmulWork, peak: float) -> float:
@@ -231,7 +241,7 @@ class Rates:
         """Seconds of flash attention, forward and backward, launches not included."""
         efficiency = self.kind.efficiency
         flop = work.flop + efficiency.attention_keys * work.key_flop
-        flop_s = flop / (self.other_peak * efficiency.attention_fraction * self.kind.speed)
+        flop_s = flop / (self.attention_peak * efficiency.attention_fraction * self.kind.speed)
         bytes_s, rows_s = self.memory_s(work.num_bytes), flop_s * efficiency.attention_rows / work.rows
         return max(flop_s, bytes_s) + rows_s, max(FLASH_BACKWARD * flop_s, 2 * bytes_s) + rows_s
 
@@ -252,8 +262,11 @@ def rates_of(kind: GpuKind, precision: str) -> Rates:
     if peak is None:
         raise InputError(f"{kind.name} has no {precision}; it has {', '.join(kind.peak_flop_per_s)}")
     other_peak = (kind.peak("bf16") or kind.peak("fp16") or peak) if precision in FEWER_BITS else peak
+    attention_peak = kind.peak("fp32") or other_peak if PRECISION_BYTES[precision] == 4 else other_peak
     efficiency = kind.efficiency
-    return Rates(kind, peak, other_peak, efficiency.fp32_fraction if precision == "fp32" else efficiency.matmul_fraction)
+    return Rates(
+        kind, peak, other_peak, attention_peak, efficiency.fp32_fraction if precision == "fp32" else efficiency.matmul_fraction
+    )
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------
@@ -261,7 +274,7 @@ def rates_of(kind: GpuKind, precision: str) -> Rates:
 
 def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSeconds:
     """Seconds of one layer's work at the rates of a kind under a software stack."""
-    launch_s = rates.launch_s
+    launch_s = rates.launch_s + stack.kernel_s
     matmuls, attention = work.matmuls, work.attention
     matmul_s = rates.matmul_s(matmuls, rates.matmul_peak) / stack.matmul_scale + matmuls.count * launch_s
     if attention.flash:
@@ -274,7 +287,7 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         products_s = rates.matmul_s(scores, rates.other_peak) / stack.attention_scale
         traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale
         attention_s, backward_s = products_s + traffic_s, 2 * products_s + BACKWARD_TRAFFIC * traffic_s
-    rest_s = rates.memory_s(work.memory_bytes * stack.memory_traffic)
+    rest_s = rates.memory_s(stack.moved_bytes(work.memory_bytes, work.sharded_bytes))
     others = work.memory_kernels + kernels
     attention_s += kernels * launch_s
     forward_s = matmul_s + attention_s + rest_s + work.memory_kernels * launch_s
@@ -284,7 +297,8 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         backward_input_s=input_s,
         backward_weight_s=matmul_s + rates.memory_s(work.parameters * stack.gradient_bytes),
         attention_s=attention_s,
-        pointwise_s=rates.memory_s(work.pointwise_bytes * stack.memory_traffic) + work.pointwise_kernels * launch_s,
+        pointwise_s=rates.memory_s(stack.moved_bytes(work.pointwise_bytes, work.pointwise_sharded_bytes))
+        + work.pointwise_kernels * launch_s,
         attention_backward_s=backward_s + 2 * kernels * launch_s,
         forward_kernels=matmuls.count + others,
         backward_input_kernels=matmuls.count + 2 * others,
@@ -343,7 +357,7 @@ def embedding_seconds(
     """
     rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
     tokens = -(-sequences * sequence_length // context_parallel)
-    launch_s = rates.launch_s
+    launch_s = rates.launch_s + stack.kernel_s
     matmuls = matmul_work(embedding_matmuls(transformer, tokens), element_bytes)
     matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     learned = transformer.position == "learned"
@@ -380,7 +394,7 @@ def head_seconds(
     """
     rates, element_bytes = rates_of(kind, precision), PRECISION_BYTES[precision]
     tokens = -(-sequences * sequence_length // context_parallel)
-    launch_s = rates.launch_s
+    launch_s = rates.launch_s + stack.kernel_s
     matmuls = matmul_work(head_matmuls(transformer, tokens, tensor_parallel), element_bytes)
     matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
     casts = element_bytes < 4

@@ -475,13 +475,18 @@ def layer_memory_bytes(
     Left out: biases (added by the matmuls), attention (`attention_memory_bytes`), the router's softmax.
     """
     t = transformer
-    query, keys = _attention_widths(t, tensor_parallel)
     whole = _share(tokens * 10 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    elements = 2 * (query + keys) * ((t.position == "rotary") + t.qk_norm)
-    elements += _activation_elements(t, tensor_parallel)
     if t.experts is not None:
-        elements += (3 * t.experts.top_k + 1) * t.hidden
-    return (whole + tokens * elements) * precision_bytes
+        whole += tokens * (3 * t.experts.top_k + 1) * t.hidden
+    return whole * precision_bytes + layer_sharded_bytes(t, tokens, tensor_parallel, precision_bytes)
+
+
+def layer_sharded_bytes(transformer: Transformer, tokens: int, tensor_parallel: int, precision_bytes: int) -> int:
+    """Of `layer_memory_bytes`, what stands between matmuls that tensor parallelism divides: on heads, and in the MLP."""
+    t = transformer
+    query, keys = _attention_widths(t, tensor_parallel)
+    elements = 2 * (query + keys) * ((t.position == "rotary") + t.qk_norm) + _activation_elements(t, tensor_parallel)
+    return tokens * elements * precision_bytes
 
 
 def _activation_elements(t: Transformer, tensor_parallel: int) -> int:
@@ -493,9 +498,14 @@ def layer_pointwise_bytes(
     transformer: Transformer, tokens: int, tensor_parallel: int, sequence_parallel: bool, precision_bytes: int
 ) -> int:
     """Of `layer_memory_bytes`, what "pointwise" recompute repeats: both norms, and the activation where it does."""
+    norms = _share(tokens * 4 * transformer.hidden, tensor_parallel if sequence_parallel else 1)
+    return norms * precision_bytes + layer_pointwise_sharded_bytes(transformer, tokens, tensor_parallel, precision_bytes)
+
+
+def layer_pointwise_sharded_bytes(transformer: Transformer, tokens: int, tensor_parallel: int, precision_bytes: int) -> int:
+    """Of `layer_pointwise_bytes`, what tensor parallelism divides."""
     t = transformer
-    norms = _share(tokens * 4 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    return (norms + tokens * _activation_elements(t, tensor_parallel) * recomputes_activation(t)) * precision_bytes
+    return tokens * _activation_elements(t, tensor_parallel) * recomputes_activation(t) * precision_bytes
 
 
 def layer_pointwise_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:

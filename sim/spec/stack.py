@@ -32,6 +32,11 @@ class Stack:
     """Rate of its attention kernels per rate that the GPU kind's efficiency record says."""
     memory_traffic: float = 1.0
     """Bytes that its memory-bound kernels move per byte that fused ones move."""
+    sharded_traffic: float = 0.0
+    """The same of those between the matmuls that tensor parallelism divides: rotary positions, norms of query and key,
+    activation; 0: as of all."""
+    kernel_s: float = 0.0
+    """Seconds more of the GPU for each kernel, however small: where a fused stack has one, others have several."""
     loss_traffic: float = 1.0
     """Bytes that its cross-entropy moves per byte that a fused one moves."""
     gradient_bytes: float = 0.0
@@ -86,6 +91,12 @@ class Stack:
         some = 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
         return self.blocking_messages or (self.message_s > 0 and some)
 
+    def moved_bytes(self, num_bytes: float, sharded_bytes: float) -> float:
+        """What its memory-bound kernels move where fused ones move `num_bytes`; of `sharded_bytes` of them `sharded_traffic`
+        tells."""
+        moved = num_bytes * self.memory_traffic
+        return moved + sharded_bytes * (self.sharded_traffic - self.memory_traffic) if self.sharded_traffic else moved
+
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""
         for field in fields(self):
@@ -102,6 +113,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "matmul_scale": _SCALE,
     "attention_scale": _SCALE,
     "memory_traffic": _SCALE,
+    "sharded_traffic": (0.0, 100.0),
+    "kernel_s": (0.0, 1.0),
     "loss_traffic": _SCALE,
     "gradient_bytes": (0.0, 1000.0),
     "host_s": (0.0, 1.0),
@@ -124,6 +137,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 STACK_UNITS = {
+    "kernel_s": ("kernel", "time"),
     "host_s": ("host", "time"),
     "tensor_host_s": ("tensor_host", "time"),
     "ring_step_s": ("ring_step", "time"),

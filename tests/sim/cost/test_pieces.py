@@ -227,6 +227,36 @@ def test_a_stack_scales_the_rates_and_bytes_that_it_is_about() -> None:
         assert head.backward_input_s == pytest.approx(forward_s + norm * stack.memory_traffic / 2)
 
 
+def test_what_tensor_parallelism_divides_may_move_more() -> None:
+    slow = kind(NEVER, 1.0)
+    llama = Transformer(name="t", layers=1, hidden=8, ffn=12, heads=2, vocab=10)
+    # Of 4 tokens: norms and residuals 10 x 8; 2 x 2 x 4 for each head that is turned; 3 x ffn of swiglu.
+    for degree, inner in ((1, 2 * 2 * 8 + 3 * 12), (2, 2 * 2 * 4 + 3 * 6)):
+        for stack, moved in (
+            (Stack("all", memory_traffic=2.0), 2 * (80 + inner)),
+            (Stack("inner", memory_traffic=2.0, sharded_traffic=5.0), 2 * 80 + 5 * inner),
+        ):
+            layer = layer_seconds(slow, stack, llama, 1, 4, degree)
+            assert layer.forward_s - layer.attention_s == pytest.approx(4 * moved * 2)
+
+
+def test_a_stack_may_have_slower_kernels() -> None:
+    plain, slow = Stack("plain"), Stack("slow", kernel_s=0.5)
+    for at in (layer_seconds, embedding_seconds, head_seconds):
+        a, b = at(kind(), plain, TINY, 1, 4), at(kind(), slow, TINY, 1, 4)
+        assert b.forward_s - a.forward_s == pytest.approx(a.forward_kernels / 2)
+        assert b.backward_s - a.backward_s == pytest.approx((a.backward_input_kernels + a.backward_weight_kernels) / 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_attention_of_four_bytes_has_the_peak_of_fp32(precision: str) -> None:
+    a100, flash = gpu_kind("A100-80GB-SXM"), STACK
+    attention_s = layer_seconds(a100, flash, LLAMA_7B, 1, 4096, precision=precision).attention_s
+    flop = 4 * 4096**2 / 2 * 4096
+    assert attention_s > flop / a100.peak_flop_per_s["fp32"]
+    assert attention_s > 4 * layer_seconds(a100, flash, LLAMA_7B, 1, 4096).attention_s
+
+
 def test_the_kernels_are_counted_that_the_host_launches() -> None:
     # Launched forward: 11; in the input half of the backward: 4 matmuls and 2 x 7 others; in the weight half: 4 matmuls.
     # Head: norm, matmul, cast, cross-entropy. Embedding: the look-up.
@@ -324,6 +354,8 @@ stacks = st.builds(
     matmul_scale=st.floats(0.5, 1.0),
     attention_scale=st.floats(0.5, 1.5),
     memory_traffic=st.floats(1.0, 5.0),
+    sharded_traffic=st.just(0.0) | st.floats(1.0, 9.0),
+    kernel_s=st.just(0.0) | st.floats(1e-7, 1e-5),
     gradient_bytes=st.floats(0.0, 10.0),
 )
 

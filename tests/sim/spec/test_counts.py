@@ -33,6 +33,7 @@ from sim.spec.counts import (
     layer_pointwise_kernels,
     layer_recompute_flop,
     layer_recompute_peak_bytes,
+    layer_sharded_bytes,
     model_flop,
     tied_copy_parameters_at,
     total_parameters,
@@ -421,6 +422,16 @@ def test_memory_traffic_counted_by_hand() -> None:
     assert layer_memory_bytes(mixtral, 1, 1, False, 2) == 2 * (
         10 * 4096 + 2 * (4096 + 1024) + 2 * 3 * 14336 + (2 * 2 + 2 + 1) * 4096
     )
+
+
+def test_of_memory_traffic_heads_and_the_mlp_are_divided() -> None:
+    assert layer_sharded_bytes(transformer("gpt2"), 10, 4, 2) == 10 * 2 * 768 * 2
+    assert layer_sharded_bytes(transformer("llama-3-8b"), 1, 2, 2) == 2 * (2 * (2048 + 512) + 3 * 7168)
+    # With norms of query and key these are read and written once more.
+    qwen = transformer("qwen3-4b")
+    turned = dataclasses.replace(qwen, qk_norm=False)
+    heads = 2 * (qwen.heads + qwen.kv_heads) * qwen.head_dim * 2
+    assert layer_sharded_bytes(qwen, 1, 1, 2) - layer_sharded_bytes(turned, 1, 1, 2) == heads
 
 
 def test_attention_without_flash_moves_the_scores_four_times() -> None:
