@@ -34,11 +34,15 @@ STACK = "bench"
 SUMS = "sums of gradients"
 """The stack of these measurements alone: the backward of a measured layer adds its gradients to nothing."""
 
-STACK_CONSTANTS: Mapping[str, Constant] = {
-    "layer": Constant("memory_traffic", 1.5, 0.3, 10.0, 0.7),
-    "head": Constant("loss_traffic", 1.5, 0.3, 10.0, 0.7),
-    "optimizer": Constant("optimizer_traffic", 1.3, 0.3, 10.0, 0.7),
-    "gradients": Constant("gradient_bytes", 10.0, 1.0, 100.0, 0.7),
+STACK_CONSTANTS: Mapping[str, Sequence[Constant]] = {
+    "layer": (
+        Constant("memory_traffic", 1.5, 0.3, 10.0, 0.7),
+        Constant("sharded_traffic", 3.0, 0.3, 30.0, 0.7),
+        Constant("kernel_s", 3e-6, 1e-8, 1e-3, 1.0),
+    ),
+    "head": (Constant("loss_traffic", 1.5, 0.3, 10.0, 0.7),),
+    "optimizer": (Constant("optimizer_traffic", 1.3, 0.3, 10.0, 0.7),),
+    "gradients": (Constant("gradient_bytes", 10.0, 1.0, 100.0, 0.7),),
 }
 """What the runtime's kernels move beyond fused ones, by what tells it."""
 
@@ -102,9 +106,9 @@ def fit_bench(measured: Bench) -> BenchFit:
     work = [_measurement(m, kind) for m in measured.measurements]
     told = [m for m in work if m is not None]
     operations = {m.what.split()[0] for m in told}
-    stack_constants = [c for name, c in STACK_CONSTANTS.items() if name in operations - {"gradients"}]
+    stack_constants = [c for name, own in STACK_CONSTANTS.items() if name in operations - {"gradients"} for c in own]
     stack_constants += [MATMUL_SCALE] if {"layer", "matmul"} <= operations else []
-    stacks = {STACK: stack_constants, SUMS: [STACK_CONSTANTS["gradients"]]}
+    stacks = {STACK: stack_constants, SUMS: STACK_CONSTANTS["gradients"]}
     search = PiecesSearch(told, lambda kind: kind.name, _record_constants(kind), stacks)
     values = {owner: {name: float(f"{value:.4g}") for name, value in found.items()} for owner, found in search.fit().items()}
     predicted = iter(search.predict(values))
@@ -203,4 +207,5 @@ def draw_bench(fit: BenchFit, path: str | Path) -> Path | None:
     axes.set_ylabel("time by the fitted constants, in s")
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)
+    figure.draw_without_rendering()  # finds the ticks, and so how far to the left their axis' label has to be
     return save_figure(figure, path)

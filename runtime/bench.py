@@ -166,8 +166,10 @@ def _layer_shape(hidden: int, sequences: int, length: int, degree: int) -> dict[
 
 HOST_LAYER = _layer_shape(128, 1, 128, 1)
 """A layer so small that its kernels are shorter than their launch."""
-HOST_KERNELS = 3 * layer_kernels(measured_model(HOST_LAYER))
-"""Of its forward and its backward, as the simulator counts them: in the backward each has two."""
+HOST_LAYERS = 8
+"""So many one after another in one pass: to begin a backward takes the host longer than one small layer's."""
+HOST_KERNELS = HOST_LAYERS * 3 * layer_kernels(measured_model(HOST_LAYER))
+"""Of their forward and their backward, as the simulator counts them: in the backward each has two."""
 
 
 def _layer_shapes() -> Iterable[dict[str, int]]:
@@ -453,8 +455,10 @@ def _way(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], ba
     return lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True)
 
 
-def _made_layer(shape: dict[str, int], case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """The forward of a layer of one rank on random numbers, and what its backward gives the gradients of."""
+def _made_layer(
+    shape: dict[str, int], case: Case, device: torch.device, times: int = 1
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """The forward of a layer of one rank on random numbers, so many times over, and what its backward gives the gradients of."""
     model, degree, dtype = measured_model(shape), shape["tensor_parallel"], DTYPES[case.precision]
     section = Section(range_parameters(model, (0, 1)), (0, 1), 0, degree, dtype, device)
     section.values.normal_(0, 0.02)
@@ -464,7 +468,14 @@ def _made_layer(shape: dict[str, int], case: Case, device: torch.device) -> tupl
         norm.weight_H.data.fill_(1)
     rotary = rotary_tables(model, shape["sequence_length"], device, dtype)
     x_SBH = _random(shape["sequence_length"], shape["sequences"], shape["hidden"], case=case, device=device).requires_grad_()
-    return lambda: layer(x_SBH, rotary, None), [x_SBH, *layer.parameters()]
+
+    def forward() -> torch.Tensor:
+        stream_SBH = x_SBH
+        for _ in range(times):
+            stream_SBH = layer(stream_SBH, rotary, None)
+        return stream_SBH
+
+    return forward, [x_SBH, *layer.parameters()]
 
 
 def _layer(case: Case, device: torch.device) -> Callable[[], object]:
@@ -514,8 +525,8 @@ def _captured(case: Case, device: torch.device) -> Callable[[], object]:
 
 
 def _host(case: Case, device: torch.device) -> Callable[[], object]:
-    """Forward and backward of a layer with next to nothing to compute."""
-    forward, leaves = _made_layer(HOST_LAYER, case, device)
+    """Forward and backward of layers with next to nothing to compute."""
+    forward, leaves = _made_layer(HOST_LAYER, case, device, HOST_LAYERS)
     gradient = torch.randn_like(forward())
     return lambda: torch.autograd.grad(forward(), leaves, gradient)
 

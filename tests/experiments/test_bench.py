@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench import BOUNDS, BenchFit, draw_bench, fit_bench
-from runtime.bench import HOST_KERNELS, HOST_LAYER
+from runtime.bench import HOST_KERNELS, HOST_LAYER, HOST_LAYERS
 from sim.cost.pieces import head_seconds, layer_seconds
 from sim.spec.bench import Bench, Measurement, measured_model
 from sim.spec.gpu import GpuKind, gpu_kind
@@ -70,18 +70,23 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
     truth = replace(
         gpu_kind("H200").efficiency, matmul_fraction=0.6, attention_fraction=0.5, attention_rows=9e3, memory_fraction=0.75
     )
-    kind, stack = replace(gpu_kind("H200"), efficiency=truth), Stack("made", memory_traffic=1.7, loss_traffic=2.2)
+    kind = replace(gpu_kind("H200"), efficiency=truth)
+    stack = Stack("made", memory_traffic=1.2, sharded_traffic=4.0, kernel_s=6e-6, loss_traffic=2.2)
     # Those that memory bounds, at this fraction of the bandwidth; nothing that layers do is in them.
     memory = [m for m in simple_times() if m.operation in ("optimizer", "gradients")]
     found = [replace(m, seconds=m.seconds * 0.8 / 0.75) for m in memory]
     found += [Measurement("memory", {"bytes": 10**9}, "bf16", 10**9 / (0.75 * BANDWIDTH))]
-    for hidden in (1024, 2048, 4096):
+    found += [Measurement("launch", {"kernels": 200}, "bf16", 200 * truth.launch_s)]
+    for n in (512, 1024, 2048):  # without these the seconds of each matmul could as well be those of each kernel
+        flop_s = (2 * n**3 / PEAK + truth.matmul_half_s) / 0.6
+        found.append(matmul(n, n, n, flop_s + truth.matmul_traffic * 6 * n * n / BANDWIDTH + truth.launch_s))
+    for hidden, degree in ((1024, 1), (2048, 1), (2048, 8), (4096, 2)):
         for sequences, length in ((1, 512), (4, 1024), (2, 8192)):
             shape = {"sequences": sequences, "sequence_length": length, "hidden": hidden, "ffn": 3 * hidden}
             shape |= {"heads": hidden // 128, "kv_heads": hidden // 128, "head_dim": 128}
-            layer = layer_seconds(kind, stack, measured_model(shape), sequences, length, 1, False, "bf16")
+            layer = layer_seconds(kind, stack, measured_model(shape), sequences, length, degree, False, "bf16")
             for name, seconds in (("forward", layer.forward_s), ("backward", layer.backward_s)):
-                found.append(Measurement(f"layer {name}", {**shape, "tensor_parallel": 1}, "bf16", seconds))
+                found.append(Measurement(f"layer {name}", {**shape, "tensor_parallel": degree}, "bf16", seconds))
             # 4 x tokens x keys x width, half of it behind the mask; some keys more a query, and some rows that fill the GPU.
             width, rows = hidden, sequences * length * hidden // 128
             per_key = 4 * sequences * length * width
@@ -101,7 +106,9 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
     assert efficiency.attention_fraction == pytest.approx(0.5, rel=0.03)
     assert efficiency.attention_rows == pytest.approx(9e3, rel=0.1)
     assert efficiency.memory_fraction == pytest.approx(0.75, rel=0.02)
-    assert fit.bench.stack.memory_traffic == pytest.approx(1.7, rel=0.05)
+    assert fit.bench.stack.memory_traffic == pytest.approx(1.2, rel=0.1)
+    assert fit.bench.stack.sharded_traffic == pytest.approx(4.0, rel=0.1)
+    assert fit.bench.stack.kernel_s == pytest.approx(6e-6, rel=0.1)
     assert fit.bench.stack.loss_traffic == pytest.approx(2.2, rel=0.05)
     assert fit.bench.stack.optimizer_traffic == pytest.approx(1.5, rel=0.03)
     assert fit.bench.stack.gradient_bytes == pytest.approx(14, rel=0.03)
@@ -128,7 +135,8 @@ def test_the_host_is_told_by_its_own_measurement_alone() -> None:
 def test_the_host_launches_as_many_kernels_as_the_simulator_counts() -> None:
     sizes = HOST_LAYER["sequences"], HOST_LAYER["sequence_length"]
     layer = layer_seconds(gpu_kind("H200"), Stack("any"), measured_model(HOST_LAYER), *sizes)
-    assert layer.forward_kernels + layer.backward_input_kernels + layer.backward_weight_kernels == HOST_KERNELS
+    kernels = layer.forward_kernels + layer.backward_input_kernels + layer.backward_weight_kernels
+    assert HOST_LAYERS * kernels == HOST_KERNELS
 
 
 def test_a_constant_at_its_bound_is_told() -> None:
