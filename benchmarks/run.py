@@ -132,14 +132,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--simulate"]:
         print(simulate_once(int(sys.argv[2])))
         return
-    import torch  # not above: what simulates counts its memory, and others import this module
-    from training import gpu_training, interpreter_overhead
+    from training import interpreter_overhead
 
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     tables = {"simulation-speed": simulation_speed, "planning-speed": planning_speed, "training-overhead": interpreter_overhead}
-    if torch.cuda.is_available():
-        tables["training-gpu"] = gpu_training
     for name, run in tables.items():
         print(f"{name}:", flush=True)
         (results / f"{name}.txt").write_text(f"{machine()}\n\n{run()}")

@@ -1,4 +1,4 @@
-"""Measures what the runtime costs beside a plain loop, and what it reaches on a GPU. `run.py` writes the tables."""
+"""Measures what the runtime costs beside a plain loop. `run.py` writes the table."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ from torch import nn
 
 from runtime.data import Order, open_data
 from runtime.gradients import reduction_ranks
-from runtime.peak import gpu_kind_name, memory_peak_bytes
-from runtime.settings import DTYPES, Settings, check_runnable
+from runtime.settings import Settings, check_runnable
 from runtime.training import Trainer
 from runtime.watch import Watch
 from runtime.world import Connections, World, lane_ranks
-from sim.cost.memory import peak_bytes
-from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
-from sim.spec.counts import model_flop, total_parameters
-from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.transformer import Transformer
 
 SMALL = Transformer(name="llama-6x384", layers=6, hidden=384, ffn=1024, heads=6, kv_heads=2, vocab=1024)
-LARGE = Transformer(name="llama-1.5b", layers=24, hidden=2048, ffn=7168, heads=16, kv_heads=16, vocab=32000)
-"""About 1.5 billion parameters."""
 
 
 # --- A plain loop ----------------------------------------------------------------------------------------------------
@@ -179,56 +172,3 @@ def interpreter_overhead(rounds: int = 40) -> str:
         )
         print(lines[-1], flush=True)
     return "\n".join(lines) + "\n"
-
-
-def gpu_training(steps: int = 12) -> str:
-    """The table of MFU and peak memory of a Llama of 1.5B parameters on one GPU, with and without torch.compile."""
-    device = torch.device("cuda", 0)
-    facts = torch.cuda.get_device_properties(device)
-    kind = gpu_kind_name(facts.name, facts.total_memory)
-    lines = [
-        f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, torch {torch.__version__}; {LARGE.name}: "
-        f"{total_parameters(LARGE) / 1e9:.2f} billion parameters, sequence 4096, bf16, AdamW with fp32 masters.",
-        "",
-        "compiled  micro-batch   step ms   tokens/s   MFU %   peak GiB   estimated GiB   difference %",
-    ]
-    peak = gpu_kind(kind).peak("bf16") if kind is not None else None
-    for compiled in (False, True):
-        for micro_batch in (2, 4):
-            plan = one_device_plan(LARGE, 4096, micro_batch, 4, "bf16")
-            with tempfile.TemporaryDirectory() as folder:
-                data = random_tokens(folder, LARGE.vocab, 40 * plan.global_batch * 4097)
-                torch.cuda.reset_peak_memory_stats(device)
-                trainer = trainer_of(plan, Settings(steps=steps, data=f"tokens:{data}", device="cuda", compile=compiled), device)
-                times = []
-                for number in range(steps):
-                    began = time.perf_counter()
-                    trainer.step(number)
-                    torch.cuda.synchronize(device)
-                    times.append(time.perf_counter() - began)
-                measured = memory_peak_bytes(device)
-                del trainer
-                torch.cuda.empty_cache()
-            step_s = statistics.median(times[4:])
-            mfu = 100 * model_flop(LARGE, plan.global_batch, 4096) / step_s / peak if peak else float("nan")
-            node = Node("n", gpu_kind(kind or "H200"), 1, Intra("nvlink", 450e9), Nic("ethernet", 1.25e9))
-            estimate = peak_bytes(plan, Cluster("one", (node,), Fabric(1e-5)))["n/0"]
-            lines.append(
-                f"{compiled!s:8s} {micro_batch:12d} {1e3 * step_s:9.1f} {plan.global_batch * 4096 / step_s:10,.0f} {mfu:7.2f} "
-                f"{measured / 2**30:10.2f} {estimate / 2**30:15.2f} {100 * (estimate / measured - 1):14.1f}"
-            )
-            print(lines[-1], flush=True)
-    lines.append(f"\na bf16 matmul measures {_matmul_rate(device) / 1e12:.0f} TFLOP/s here")
-    return "\n".join(lines) + "\n"
-
-
-def _matmul_rate(device: torch.device, size: int = 8192, count: int = 30) -> float:
-    """FLOP/s of square matmuls in bf16."""
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES["bf16"]) for _ in range(2))
-    product = a @ b
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(count):
-        torch.mm(a, b, out=product)
-    torch.cuda.synchronize(device)
-    return 2 * size**3 * count / (time.perf_counter() - began)

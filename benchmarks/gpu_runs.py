@@ -1,0 +1,241 @@
+"""Trains plans on one GPU, and tells how far off they were predicted: by the catalogue alone, and by what `motley bench` found.
+
+    motley bench --device cuda --out results/gpu-runs/bench.yaml
+    python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9]        # on a machine with a GPU
+    python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs  # anywhere
+
+A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; what is there already is kept. The table, as text
+and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
+runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
+plans. Every plan is trained as `motley run` does it, by a worker of its own; the workers are forked from this process, which has
+torch already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import statistics
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+
+from experiments.machine import allocated_bytes
+from experiments.measured import run_report
+from runtime.options import arguments
+from runtime.results import RunResult, is_written, read_result
+from runtime.settings import Settings
+from sim.engine import simulate
+from sim.spec.bench import Bench, read_bench
+from sim.spec.plan import Pipeline, Plan, Replica, Stage
+from sim.spec.reading import write_file
+from sim.spec.transformer import Transformer, transformer
+
+ROOT = Path(__file__).parents[1]
+WARM_UP = 3
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    model: Transformer,
+    sequence_length: int,
+    micro_batch: int,
+    micro_batches: int,
+    *,
+    recompute: str = "none",
+    **more: Any,
+) -> Plan:
+    """A plan of one stage on one device."""
+    stage = Stage((Replica(("gpu/0",), micro_batch),), ((0, model.layers),), recompute)
+    pipeline = Pipeline(micro_batch, micro_batches, (stage,))
+    return Plan("one", model, sequence_length, pipeline.sequences, (pipeline,), zero_stage=0, **more)
+
+
+def plans() -> dict[str, Plan]:
+    """The plans by name: of several shapes, lengths and sizes, with what saves memory, and in two precisions."""
+
+    def of(name: str, layers: int) -> Transformer:
+        return replace(transformer(name), name=f"{name} of {layers} layers", layers=layers)
+
+    small = Transformer(name="llama-768 of 12 layers", layers=12, hidden=768, ffn=2048, heads=12, vocab=32000)
+    whole = Transformer(name="llama-1.5b", layers=24, hidden=2048, ffn=7168, heads=16, vocab=32000)
+    middle = replace(whole, name="llama-2048 of 8 layers", layers=8)
+    wide, grouped, gpt = of("llama-2-7b", 6), of("llama-3-8b", 4), of("gpt3-1.3b", 8)
+    return {
+        "small-1024": plan(small, 1024, 4, 4),
+        "small-256": plan(small, 256, 4, 8),
+        "middle-4096-1": plan(middle, 4096, 1, 8),
+        "middle-4096-4": plan(middle, 4096, 4, 4),
+        "middle-1024-8": plan(middle, 1024, 8, 4),
+        "middle-512-1": plan(middle, 512, 1, 16),
+        "middle-16384-1": plan(middle, 16384, 1, 4),
+        "middle-slices": plan(middle, 16384, 1, 4, sequence_slices=4),
+        "middle-recomputed": plan(middle, 4096, 4, 4, recompute="full"),
+        "middle-selective": plan(middle, 4096, 4, 4, recompute="selective"),
+        "middle-bf16-gradients": plan(middle, 4096, 4, 4, gradient_precision="bf16"),
+        "middle-tf32": plan(middle, 4096, 2, 4, precision="tf32"),
+        "middle-offloaded": plan(middle, 4096, 4, 4, offload_optimizer=True),
+        "whole-4096-2": plan(whole, 4096, 2, 4),
+        "wide-2048-4": plan(wide, 2048, 4, 4),
+        "wide-4096-1": plan(wide, 4096, 1, 4),
+        "grouped-8192-1": plan(grouped, 8192, 1, 4),
+        "gpt-2048-4": plan(gpt, 2048, 4, 4),
+        "gpt-1024-2": plan(gpt, 1024, 2, 8),
+    }
+
+
+# --- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -> None:
+    """Nothing; makes the runs that are not there yet."""
+    import runtime.training  # noqa: F401 - once for all workers
+
+    for number, (name, found) in enumerate(chosen.items()):
+        left = folder / "runs" / name
+        if is_written(left):
+            continue
+        path = folder / "plans" / f"{name}.json"
+        write_file(path, found.to_json(), replace=True)
+        left.mkdir(parents=True, exist_ok=True)
+        settings = Settings(
+            steps=steps, data=f"text:{ROOT / 'experiments'}", device=device, results=left, quiet=True, timeout_s=120
+        )
+        process = os.fork()
+        if process == 0:
+            _work(path, settings, 20_000 + (os.getpid() + number) % 20_000)
+        _, status = os.waitpid(process, 0)
+        if status or not is_written(left):
+            print(f"{name}: the run failed", file=sys.stderr, flush=True)
+            continue
+        result = read_result(left)
+        shown = " ".join(f"{1e3 * s:.0f}" for s in result.step_s)
+        print(f"{name}: {1e3 * result.iteration_s:.1f} ms ({shown})", flush=True)
+
+
+def _work(path: Path, settings: Settings, port: int) -> None:
+    """Trains as the one worker, and ends the process."""
+    from runtime.__main__ import main
+
+    try:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        os.environ.update(world, LOCAL_WORLD_SIZE="1")
+        os._exit(main([str(path), *arguments(settings)]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(3)
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
+
+
+def row(name: str, result: RunResult, found: Bench | None) -> dict[str, Any]:
+    """What was measured of a plan, and simulated."""
+    told = run_report(result, None, "cuda", through_host=False)
+    if told.simulated is None:
+        raise SystemExit(f"{name}: not simulated: {told.why_not}")
+    own, steps_s = result.trace.plan, result.step_s[WARM_UP:]
+    pipeline, model = own.pipelines[0], own.transformer
+    quartiles_s = statistics.quantiles(steps_s, n=4)
+    peak_bytes = max(result.trace.peak_bytes.values())
+    line: dict[str, Any] = {
+        "plan": name,
+        "model": model.name,
+        "sequence": own.sequence_length,
+        "micro_batch": pipeline.micro_batch,
+        "micro_batches": pipeline.micro_batches,
+        "measured_s": result.iteration_s,
+        "spread": (quartiles_s[2] - quartiles_s[0]) / result.iteration_s,
+        "mfu": told.measured.mfu,
+        "shipped_s": told.simulated.iteration_s,
+        "benched_s": None,
+        "measured_bytes": peak_bytes,
+        "predicted_bytes": max(allocated_bytes(own).values()),
+    }
+    if found is not None:
+        assert found.stack is not None
+        nodes = tuple([replace(node, gpu=found.gpu_kind) for node in told.cluster.nodes])
+        line["benched_s"] = simulate(own, replace(told.cluster, nodes=nodes, stack=found.stack)).iteration_s
+    return line
+
+
+def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
+    """The rows as text."""
+    lines = [
+        head,
+        "",
+        "plan                  sequence  micro-batches  measured ms  spread %  MFU %  shipped %  benched %   peak GiB  counted %",
+    ]
+
+    def error(line: Mapping[str, Any], predicted: str, measured: str) -> float | None:
+        return None if line[predicted] is None else 100 * (line[predicted] / line[measured] - 1)
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:+.1f}"
+
+    pairs = (("shipped_s", "measured_s"), ("benched_s", "measured_s"), ("predicted_bytes", "measured_bytes"))
+    for line in rows:
+        shipped, benched, counted = (shown(error(line, *pair)) for pair in pairs)
+        lines.append(
+            f"{line['plan']:21s} {line['sequence']:8d} {line['micro_batches']:7d} x {line['micro_batch']:<3d} "
+            f"{1e3 * line['measured_s']:13.1f} {100 * line['spread']:9.1f} {100 * line['mfu']:6.1f} {shipped:>10s} "
+            f"{benched:>10s} {line['measured_bytes'] / 2**30:10.2f} {counted:>10s}"
+        )
+    lines.append("")
+    for word, pair in zip(("shipped", "benched", "counted"), pairs, strict=True):
+        errors = [abs(e) for line in rows if (e := error(line, *pair)) is not None]
+        if errors:
+            lines.append(
+                f"{word}: absolute error {statistics.mean(errors):.1f} % in the mean, {statistics.median(errors):.1f} % in the "
+                f"median, {max(errors):.1f} % at most"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def write_table(folder: Path, chosen: Mapping[str, Plan], target: Path) -> None:
+    """Nothing; writes the table of the runs that are there, and prints it."""
+    found = read_bench(folder / "bench.yaml") if (folder / "bench.yaml").is_file() else None
+    there = [name for name in chosen if is_written(folder / "runs" / name)]
+    if not there:
+        raise SystemExit(f"there are no runs in {folder / 'runs'}")
+    rows = [row(name, read_result(folder / "runs" / name), found) for name in there]
+    kind = next(iter(read_result(folder / "runs" / there[0]).device_kinds.values()))
+    machine = kind if found is None else ", ".join([found.device, *(f"{k} {v}" for k, v in (found.versions or {}).items())])
+    head = f"{machine}. One GPU, bf16 but where the name says tf32; errors are predicted / measured - 1."
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(target.with_suffix(".csv"), text.getvalue(), replace=True)
+    write_file(target.with_suffix(".txt"), table(rows, head), replace=True)
+    print(table(rows, head))
+
+
+def main() -> None:
+    """Nothing; see the head of the file."""
+    parser = argparse.ArgumentParser(description="Trains plans on one GPU, and tells how far off they were predicted.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="the plans of these names")
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help="write the table there, .txt and .csv, and train nothing")
+    asked = parser.parse_args()
+    chosen = {name: found for name, found in plans().items() if not asked.only or name in asked.only}
+    if asked.table is not None:
+        write_table(asked.out.resolve(), chosen, asked.table)
+        return
+    (asked.out / "plans").mkdir(parents=True, exist_ok=True)
+    collect(asked.out.resolve(), chosen, asked.steps, asked.device)
+
+
+if __name__ == "__main__":
+    main()
