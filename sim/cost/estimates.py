@@ -186,10 +186,7 @@ class Estimates:
         busy_s, num_bytes = np.empty(len(lanes)), np.empty(len(lanes))
         while True:
             iteration_s, end = compiled.evaluate(
-                self._paths.world(),
-                self._transfers.tables,
-                settings.tables(),
-                settings.sizes,
+                settings.common(self._paths.world(), self._transfers.tables),
                 bounds,
                 lanes,
                 numbers.shards,
@@ -296,7 +293,7 @@ class _Column:
 
     def __init__(self, dtype: type, values: Sequence[float] = (), width: int = 1) -> None:
         self._array: NDArray[Any] = np.empty(64 * width, dtype)
-        self._length, self._width = 0, width
+        self._length, self._width, self.grown = 0, width, 0
         self.extend(values)
 
     def __len__(self) -> int:
@@ -306,14 +303,29 @@ class _Column:
         """Appends values."""
         stop = self._length + len(values)
         if stop > len(self._array):
-            self._array = np.concatenate([self._array, np.empty(max(stop, len(self._array)), self._array.dtype)])
+            more = -(-max(stop, len(self._array)) // self._width) * self._width
+            self._array = np.concatenate([self._array, np.empty(more, self._array.dtype)])
+            self.grown += 1
         self._array[self._length : stop] = values
         self._length = stop
+
+    def append(self, value: float) -> None:
+        """The same of one value."""
+        if self._length == len(self._array):
+            self.extend([value])
+        else:
+            self._array[self._length] = value
+            self._length += 1
 
     @property
     def values(self) -> NDArray[Any]:
         """All values."""
         return self._array[: self._length]
+
+    @property
+    def room(self) -> NDArray[Any]:
+        """The values and what will be others, as rows if they are: the same array as long as there is room."""
+        return self._array if self._width == 1 else self._array.reshape(-1, self._width)
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -360,11 +372,11 @@ class _Paths:
                 self._nics,
                 self._flags,
                 self._paths,
-                self._first.values,
-                self._links.values,
-                self._weights.values,
-                self._latency_s.values,
-                self._step_s.values,
+                self._first.room,
+                self._links.room,
+                self._weights.room,
+                self._latency_s.room,
+                self._step_s.room,
                 self._capacity.values,
                 self._asked,
             )
@@ -492,7 +504,7 @@ class _Groups:
         self.busy_watts.extend([sum(device.gpu.busy_watts - device.gpu.idle_watts for device in devices)])
         self.capacity_bytes.extend([min(device.gpu.memory_bytes for device in devices)])
         self.devices.extend([self._paths.numbers[name] for name in names])
-        self.first.extend([len(self.devices)])
+        self.first.append(len(self.devices))
         self.keys.extend(self._random.integers(-(2**63), 2**63, 2))
         ring = collective(self._network, "all_gather", names, RING_BYTES)
         self._paths.take_links()
@@ -500,7 +512,7 @@ class _Groups:
         seconds = {link: num_bytes / capacities[link] for link, num_bytes in ring.loads}
         self.ring_link.extend(list(seconds))
         self.ring_share.extend([part / max(seconds.values()) for part in seconds.values()])
-        self.ring_first.extend([len(self.ring_link)])
+        self.ring_first.append(len(self.ring_link))
         alike = self._alikes.setdefault(self._looks(devices), len(self._alikes))
         if alike == len(self.alike_names):
             self.alike_names.append(names)
@@ -541,6 +553,17 @@ class _Look(NamedTuple):
     """Layers that are recomputed in full, which come first, then selectively, then pointwise."""
     selective: int
     pointwise: int
+
+
+class _Bytes(NamedTuple):
+    """Of looks with equal ends, shares and degrees: bytes that they have without layers, allocated in any case and kept of each
+    slice; that each layer adds; that each layer of a mode keeps, and needs when at work; and the rest of a look's row."""
+
+    fixed: int
+    kept: int
+    each: int
+    modes: tuple[tuple[int, int], ...]
+    rest: tuple[int, ...]
 
 
 _Key: TypeAlias = tuple[int, int, int, int, str, int | None, str]
@@ -621,39 +644,35 @@ class _Settings:
         self._even_shards: dict[int, NDArray[np.float64]] = {}
         self._part_first, self._part_s, self._input_s = _Column(np.int64, [0]), _Column(np.float64), _Column(np.float64)
         self._step_first, self._steps = _Column(np.int64, [0]), _Column(np.float64, width=2)
-        self._tables: Any = None
-        self._tables_groups = 0
+        self._columns = (
+            *(self.looks, self._pass_s, self._steps, self._step_first, self._part_first, self._part_s, self._input_s),
+            *(groups.first, groups.devices, groups.capacity_bytes, groups.keys),
+            *(groups.ring_first, groups.ring_link, groups.ring_share),
+        )
+        """Of the compiled arithmetic's `Tables`, in their order."""
+        self._common: Any = None
+        self._handed: tuple[Any, Any, list[int]] = (None, None, [])
+        """Of what that was made: the world, the transfers, and how often the columns had grown."""
         self._works: dict[object, tuple[float, float]] = {}
         self._alones: dict[_Look, tuple[ComputeCost, Lane]] = {}
         self._parts: dict[object, int] = {}
         self._steps_of: dict[int, int] = {}
-        self._bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._bytes: dict[tuple[int, ...], _Bytes] = {}
+        self._flying: dict[tuple[int, int], list[int]] = {}
+        """Of depths and slices: how many each stage of a pipeline holds."""
         self._layer_s: dict[object, float] = {}
         self._growths = growths
         """Of passes; plans of other schedules and ZeRO stages have the same."""
 
-    def tables(self) -> Any:
-        """The tables, as the compiled arithmetic takes them."""
-        if self._tables is None or self._tables_groups != len(self._groups.names):
-            groups = self._groups
-            self._tables_groups = len(groups.names)
-            self._tables = self._compiled.Tables(
-                self.looks.rows,
-                self._pass_s.rows.reshape(-1, 2, self.slices),
-                self._steps.rows,
-                self._step_first.values,
-                self._part_first.values,
-                self._part_s.values,
-                self._input_s.values,
-                groups.first.values,
-                groups.devices.values,
-                groups.capacity_bytes.values,
-                groups.keys.rows,
-                groups.ring_first.values,
-                groups.ring_link.values,
-                groups.ring_share.values,
-            )
-        return self._tables
+    def common(self, world: Any, transfers: Any) -> Any:
+        """What these plans have in common, as the compiled arithmetic takes it."""
+        grown = [column.grown for column in self._columns]
+        if world is not self._handed[0] or transfers is not self._handed[1] or grown != self._handed[2]:
+            tables = self._compiled.Tables(*[column.room for column in self._columns])
+            tables = tables._replace(pass_s=tables.pass_s.reshape(-1, 2, self.slices))
+            self._common = self._compiled.common(world, transfers, tables, self.sizes)
+            self._handed = world, transfers, grown
+        return self._common
 
     # --- A plan ---
 
@@ -697,6 +716,10 @@ class _Settings:
         stages, share, micro_batches = pipeline.stages, pipeline.micro_batch, pipeline.micro_batches * self.slices
         depth, at, parts, more = len(stages), 0, -1, self.slices - 1
         tied = self._model.tied_embeddings and depth > 1
+        held = self._flying.get((depth, micro_batches))
+        if held is None:
+            alone = [int(in_flight(self._schedule, depth, place, micro_batches)) for place in range(depth)]
+            held = self._flying[depth, micro_batches] = [min(flying + more, micro_batches) for flying in alone]
         rows: list[int] = []  # a list grows faster than an array
         for place, stage in enumerate(stages):
             replicas, layers = stage.replicas, stage.layers
@@ -725,12 +748,9 @@ class _Settings:
                 parts = each_layer[look]
                 if parts == UNKNOWN:
                     parts = each_layer[look] = self._layers_of(look)
-            flying = stage.in_flight
-            if flying is None:
-                flying = int(in_flight(self._schedule, depth, place, micro_batches))
-            flying += more
-            if flying > micro_batches:
-                flying = micro_batches
+            flying = held[place]
+            if stage.in_flight is not None:
+                flying = min(stage.in_flight + more, micro_batches)
             exchanges = shared or (tied and end > 0)
             rows += (look, group, parts, start, stop, 0, share, place, flying, stop - start, exchanges)
         return array("q", rows)
@@ -838,45 +858,65 @@ class _Settings:
         self._each_layer.append(UNKNOWN if look.layers else -1)
         self.looks.extend(row)
         self._pass_s.extend(passes)
-        self._tables = None
         return len(self._seen) - 1
 
     def _bytes_of(self, degree: int, look: _Look) -> tuple[float, ...]:
-        """The bytes and parameters that the row of a look has, in its order; GPUs of all kinds have the same."""
-        key = degree, *look[1:]
-        found = self._bytes.get(key)
-        if found is None:
-            rules, embedding, head = self._rules, bool(look.ends & 1), bool(look.ends & 2)
-            shape = LaneShape(
-                tensor_parallel=degree,
-                sequences=look.share,
-                in_flight=1,
-                embedding_in_flight=1 if embedding else 0,
-                head_in_flight=0,
-                none=look.layers - look.full - look.selective - look.pointwise,
-                pointwise=look.pointwise,
-                selective=look.selective,
-                full=look.full,
-                embedding=embedding,
-                head=head,
-                boundaries=2 - embedding - head if look.ends != 3 else 0,
-                shard=0,
-                embedding_shards=1,
-                head_shards=1,
-                communicators=(degree > 1) + (look.ends != 3),
-            )
-            parts, held = shape_parts(rules, shape), rules.parameters(degree)
-            found = self._bytes[key] = (
-                parts.parameters + parts.gradients + parts.working + parts.buffers,
-                parts.activations,
-                *(logits_bytes(rules, shape) if head else (0, 0)),
-                parts.context,
+        """The bytes and parameters that the row of a look has, in its order; GPUs of all kinds have the same.
+
+        They grow by as much with each layer of a mode of recomputation; but of the layer at work the most counts.
+        """
+        key = degree, look.share, look.ends
+        known = self._bytes.get(key)
+        if known is None:
+            known = self._bytes[key] = self._bytes_by_mode(*key)
+        fixed, kept, each, modes, rest = known
+        working = 0
+        none = look.layers - look.full - look.selective - look.pointwise
+        for count, (of_layer, at_work) in zip((none, look.pointwise, look.selective, look.full), modes, strict=True):
+            if count:
+                kept += count * of_layer
+                working = max(working, at_work)
+        return fixed + look.layers * each + working, kept, *rest
+
+    def _bytes_by_mode(self, degree: int, share: int, ends: int) -> _Bytes:
+        """What the bytes of looks grow by."""
+        rules, embedding, head = self._rules, bool(ends & 1), bool(ends & 2)
+        empty = LaneShape(
+            tensor_parallel=degree,
+            sequences=share,
+            in_flight=1,
+            embedding_in_flight=1 if embedding else 0,
+            head_in_flight=0,
+            none=0,
+            pointwise=0,
+            selective=0,
+            full=0,
+            embedding=embedding,
+            head=head,
+            boundaries=2 - embedding - head if ends != 3 else 0,
+            shard=0,
+            embedding_shards=1,
+            head_shards=1,
+            communicators=(degree > 1) + (ends != 3),
+        )
+        without, held = shape_parts(rules, empty), rules.parameters(degree)
+        with_one = (empty._replace(none=1), empty._replace(pointwise=1), empty._replace(selective=1), empty._replace(full=1))
+        layers = [shape_parts(rules, one) for one in with_one]
+        fixed = without.parameters + without.gradients + without.buffers
+        return _Bytes(
+            fixed=fixed,
+            kept=without.activations,
+            each=layers[0].parameters + layers[0].gradients + layers[0].buffers - fixed,
+            modes=tuple([(one.activations - without.activations, one.working) for one in layers]),
+            rest=(
+                *(logits_bytes(rules, empty) if head else (0, 0)),
+                without.context,
                 held.layer_undivided,
                 held.embedding if embedding else 0,
                 held.head if head else 0,
                 held.copy if head and not embedding else 0,
-            )
-        return found
+            ),
+        )
 
     def _can_divide(self, degree: int) -> bool:
         """Whether a group of this degree can divide the heads and the sequences; see `sim.cost.feasibility`."""
@@ -962,7 +1002,7 @@ class _Settings:
                     for layers in (0, n)
                 )
                 self._steps.extend([none_s, (all_s - none_s) / (n * layer_parameters_at(self._model, len(names)))])
-            self._step_first.extend([len(self._steps)])
+            self._step_first.append(len(self._steps))
             number = self._steps_of[look.alike] = len(self._step_first) - 2
         return number
 
@@ -983,9 +1023,8 @@ class _Settings:
     def _note_parts(self, last: Sequence[float], inputs: Sequence[float] = ()) -> int:
         """The number of a new list of the parts of a last backward; `inputs`: of its other half, where it is divided."""
         self._part_s.extend(last)
-        self._input_s.extend([sum(inputs)])
-        self._part_first.extend([len(self._part_s)])
-        self._tables = None
+        self._input_s.append(sum(inputs))
+        self._part_first.append(len(self._part_s))
         return len(self._part_first) - 2
 
     def _each_layer_s(self, look: _Look, kind: type[Pass]) -> list[float]:

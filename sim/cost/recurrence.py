@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numba.core.types import unliteral
+from numba.core.types import StructRef, unliteral
+from numba.experimental import structref
 from numpy.typing import NDArray
 
 from sim.cost.collectives import ALIKE, FLAGGED_BYTES
@@ -181,6 +182,32 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     dispatcher.get_call_template = of_types
     return dispatcher
+
+
+# --- What plans have in common ---------------------------------------------------------------------------------------
+
+
+@structref.register
+class _CommonType(StructRef):
+    """What numba knows `Common` by."""
+
+    def preprocess_fields(self, fields: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+        """The fields' types, of which none is that of a constant."""
+        return tuple([(name, unliteral(kind)) for name, kind in fields])
+
+
+class Common(structref.StructRefProxy):
+    """The World, Transfers, Tables and Sizes of plans, handed over once: fifty arrays and numbers take longer to check at a call
+    than a small plan's arithmetic."""
+
+
+structref.define_proxy(Common, _CommonType, ["world", "transfers", "tables", "sizes"])
+
+
+@compiled
+def common(world: World, transfers: Transfers, tables: Tables, sizes: Sizes) -> Common:
+    """Them as one."""
+    return Common(world, transfers, tables, sizes)
 
 
 # --- Transfers -------------------------------------------------------------------------------------------------------
@@ -1614,10 +1641,7 @@ def _exchanges(
 
 @compiled
 def evaluate(
-    world: World,
-    transfers: Transfers,
-    tables: Tables,
-    sizes: Sizes,
+    common: Any,
     pipelines: Ints,
     lanes: Ints,
     shards: Floats,
@@ -1638,6 +1662,7 @@ def evaluate(
     micro-batches. Lanes stand in layer order. `shards` are the layers whose state a lane keeps, by `SHARD`; the states of the
     embedding and of the head are divided over so many.
     """
+    world, transfers, tables, sizes = common.world, common.transfers, common.tables, common.sizes
     count = len(lanes)
     step_s = np.empty(count)
     if not _fit(tables, sizes, lanes, shards, embeddings, heads, num_bytes, step_s):
