@@ -225,18 +225,25 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
     names = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
-    told = " ".join(repr(getattr(cell, name)) for name in names)
-    for unsaid in UNSAID:
-        told = told.replace(unsaid, "")
+    told = _said(" ".join(repr(getattr(cell, name)) for name in names))
     return sha256(f"{VERSION} {_cluster_text(cell.cluster)} {told}".encode()).hexdigest()[:16]
 
 
-UNSAID = (", gradient_precision='fp32'", ", qk_norm=False")
+UNSAID = (", gradient_precision='fp32'", ", qk_norm=False", ", sharded_traffic=0.0", ", kernel_s=0.0")
 """What goes without saying, as speed as the objective does: so it was before there was anything else, and names stay."""
 
 
-_cluster_text = lru_cache(maxsize=256)(repr)
-"""All of a cluster as text, written once for all its cells: with a thousand GPUs it takes milliseconds."""
+def _said(text: str) -> str:
+    """The text without what goes without saying."""
+    for unsaid in UNSAID:
+        text = text.replace(unsaid, "")
+    return text
+
+
+@lru_cache(maxsize=256)
+def _cluster_text(cluster: Cluster) -> str:
+    """All of a cluster as text, written once for all its cells: with a thousand GPUs it takes milliseconds."""
+    return _said(repr(cluster))
 
 
 def _kept_file(cell: Cell, folder: Path) -> Path:
