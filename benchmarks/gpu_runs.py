@@ -7,8 +7,7 @@
 A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; what is there already is kept. The table, as text
 and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
 runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
-plans. Every plan is trained as `motley run` does it, by a worker of its own; the workers are forked from this process, which has
-torch already.
+plans. Every plan is trained as `motley run` does it, by a worker of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ import io
 import os
 import statistics
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+from forked import forked_worker
 
 from experiments.machine import allocated_bytes
 from experiments.measured import run_report
-from runtime.options import arguments
 from runtime.results import RunResult, is_written, read_result
 from runtime.settings import Settings
 from sim.engine import simulate
@@ -39,7 +36,6 @@ from sim.spec.reading import write_file
 from sim.spec.transformer import Transformer, transformer
 
 ROOT = Path(__file__).parents[1]
-WARM_UP = 3
 
 # --- Plans -----------------------------------------------------------------------------------------------------------
 
@@ -109,30 +105,15 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -
         settings = Settings(
             steps=steps, data=f"text:{ROOT / 'experiments'}", device=device, results=left, quiet=True, timeout_s=120
         )
-        process = os.fork()
-        if process == 0:
-            _work(path, settings, 20_000 + (os.getpid() + number) % 20_000)
-        _, status = os.waitpid(process, 0)
+        port = 20_000 + (os.getpid() + number) % 20_000
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
+        _, status = os.waitpid(forked_worker(path, settings, world), 0)
         if status or not is_written(left):
             print(f"{name}: the run failed", file=sys.stderr, flush=True)
             continue
         result = read_result(left)
         shown = " ".join(f"{1e3 * s:.0f}" for s in result.step_s)
         print(f"{name}: {1e3 * result.iteration_s:.1f} ms ({shown})", flush=True)
-
-
-def _work(path: Path, settings: Settings, port: int) -> None:
-    """Trains as the one worker, and ends the process."""
-    from runtime.__main__ import main
-
-    try:
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        os.environ.update(world, LOCAL_WORLD_SIZE="1")
-        os._exit(main([str(path), *arguments(settings)]))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(3)
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
@@ -143,6 +124,8 @@ def row(name: str, result: RunResult, found: Bench | None) -> dict[str, Any]:
     told = run_report(result, None, "cuda", through_host=False)
     if told.simulated is None:
         raise SystemExit(f"{name}: not simulated: {told.why_not}")
+    from runtime.recorder import WARM_UP  # here, because it loads torch
+
     own, steps_s = result.trace.plan, result.step_s[WARM_UP:]
     pipeline, model = own.pipelines[0], own.transformer
     quartiles_s = statistics.quantiles(steps_s, n=4)

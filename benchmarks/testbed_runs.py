@@ -17,19 +17,16 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+from forked import forked_worker
 
 from experiments.pacing import pace, write_pace
 from runtime import testbed
-from runtime.options import arguments
 from runtime.settings import Settings
 from runtime.testbed import Testbed
 from sim.engine import simulate
@@ -144,8 +141,7 @@ def together(cluster: Cluster, devices: Mapping[str, float], kinds: Mapping[str,
 
 
 def run(bed: Testbed, path: Path, found: Plan, settings: Settings, port: int, limit_s: float) -> bool:
-    """Whether a run ended well. Its workers are forked from this process, which has torch already: to load it takes them longer
-    than to train."""
+    """Whether a run ended well."""
     from runtime.launch import nodes_of, ranked_devices
 
     ranked = ranked_devices(found)
@@ -155,14 +151,8 @@ def run(bed: Testbed, path: Path, found: Plan, settings: Settings, port: int, li
     assert nodes_of(found)
     processes = {}
     for rank in range(len(ranked)):
-        process = os.fork()
-        if process == 0:
-            _work(
-                path,
-                settings,
-                {"MASTER_ADDR": first, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(ranked)), "RANK": str(rank)},
-            )
-        processes[process] = rank
+        world = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(ranked)), "RANK": str(rank)}
+        processes[forked_worker(path, settings, world | {"GLOO_SOCKET_IFNAME": testbed.INTERFACE})] = rank
     well, deadline_s = True, time.monotonic() + limit_s
     while processes:
         process, status = os.waitpid(-1, os.WNOHANG)
@@ -177,20 +167,6 @@ def run(bed: Testbed, path: Path, found: Plan, settings: Settings, port: int, li
         else:
             time.sleep(0.02)
     return well
-
-
-def _work(path: Path, settings: Settings, environment: Mapping[str, str]) -> None:
-    """Trains as one worker, and ends the process."""
-    from runtime.__main__ import main
-
-    try:
-        rank = environment["RANK"]
-        os.environ.update(environment, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME=testbed.INTERFACE, TORCH_CPP_LOG_LEVEL="ERROR")
-        os._exit(main([str(path), *arguments(settings)]))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(3)
 
 
 def collect(bed: Testbed, folder: Path, chosen: Mapping[str, Plan], steps: int, repeats: int, seed: int) -> None:
