@@ -155,11 +155,10 @@ class Growth:
             a, b, c, d, e, f = row
             return layers * a + full * b + selective * c + pointwise * d + embedding * e + head * f
 
-        seconds = device_s = of(self.device_s)
+        device_s = of(self.device_s)
         if beside_exchange:
-            seconds = device_s = device_s * (1 + self.stack.overlap_slowdown)
-        if self.stack.host_s or self.stack.tensor_host_s:
-            seconds = busy_s(device_s, of(self.host_s))
+            device_s *= 1 + self.stack.overlap_slowdown
+        seconds = busy_s(device_s, of(self.host_s)) if any(self.host_s) else device_s
         gap_s, seconds = seconds - device_s, seconds + once * self.once_s
         if not self.links_s:
             return seconds, 0.0
