@@ -640,38 +640,34 @@ def _last_backward(
 @compiled
 def _repeats(
     later_s: float,
-    now: Floats,
-    before: Floats,
-    lanes: Ints,
-    begin: int,
-    end: int,
+    now_s: Floats,
+    before_s: Floats,
+    count: int,
     step: int,
     period: int,
     warm_up: Ints,
-    edge_first: Ints,
-    edge_to: Ints,
-    flow_at: Ints,
-    sent_s: Floats,
+    first: Ints,
+    forth_s: Floats,
+    back_s: Floats,
 ) -> bool:
-    """Whether all that decides the next steps of `_course` is later by so many seconds than it was a period before."""
+    """Whether all that decides the next steps of a pipeline is later by so many seconds than a period before: see `_alone`."""
     within_s = REPEATS * later_s
-    for lane in range(begin, end):
-        here = lane - begin
-        if abs(now[here] - before[here] - later_s) > within_s:
+    for here in range(count):
+        if abs(now_s[here] - before_s[here] - later_s) > within_s:
             return False
-        for e in range(edge_first[lane], edge_first[lane + 1]):
-            sent = flow_at[e] + step - 1
-            if abs(sent_s[0, sent] - sent_s[0, sent - period] - later_s) > within_s:
+    for here in range(count - 1):
+        sent = first[here] + step - 1
+        if abs(forth_s[sent] - forth_s[sent - period] - later_s) > within_s:
+            return False
+        # Of the messages back those that have not been received yet.
+        for back in range(sent - warm_up[here], sent - warm_up[here + 1]):
+            if abs(back_s[back] - back_s[back - period] - later_s) > within_s:
                 return False
-            # Of the messages back those that have not been received yet.
-            for back in range(sent - warm_up[here], sent - warm_up[edge_to[e] - begin]):
-                if abs(sent_s[1, back] - sent_s[1, back - period] - later_s) > within_s:
-                    return False
     return True
 
 
 @compiled
-def _course(
+def _alone(
     look: Floats,
     part_first: Ints,
     part_s: Floats,
@@ -681,14 +677,9 @@ def _course(
     forwards_s: Floats,
     backwards_s: Floats,
     lanes: Ints,
-    begin: int,
-    end: int,
-    depth: int,
-    micro_batches: int,
+    pipelines: Ints,
+    anew: Bools,
     edge_first: Ints,
-    edge_to: Ints,
-    entering_first: Ints,
-    entering: Ints,
     wire_s: Floats,
     latency_s: Floats,
     flow_at: Ints,
@@ -697,7 +688,9 @@ def _course(
     part_at: Ints,
     back_end: Floats,
 ) -> None:
-    """Follows the lanes `begin` to `end`, of one pipeline, up to the end of their last backwards.
+    """Follows each pipeline that is to be followed `anew` as if it were alone, up to the end of its lanes' last backwards.
+
+    Each lane is a stage.
 
     Edges are the pairs of lanes between which messages go, `wire_s[0, e]` and back `wire_s[1, e]`; `sent_s` gets the moments at
     which each message is sent. In step m each lane does its backward before forward m, the last stages first, and then that
@@ -707,85 +700,87 @@ def _course(
     Where sequences come in slices, a slice counts as a micro-batch: forwards come in order, and backward m is everywhere of the
     same slice.
     """
-    count, longest, slices = end - begin, 0, forwards_s.shape[1]
-    period = PERIOD * slices
-    now, before = np.zeros(count), np.zeros(count)
-    warm_up, put_off, weight_s = np.empty(count, np.int64), np.zeros(count, np.int64), np.empty(count)
-    for here in range(count):
-        place = lanes[begin + here, PLACE]
-        warm_up[here] = lanes[begin + here, FLYING] - 1
-        weight_s[here] = look[lanes[begin + here, LOOK], WEIGHT_S]
-        if eagerness:
-            warm_up[here] = min(eagerness * (depth - 1 - place), micro_batches)
-            put_off[here] = eagerness * place
-        longest = max(longest, warm_up[here])
-    # From then on all lanes do the same in each step, as long as there are forwards.
-    steady = longest + 1 + eagerness * depth
-    step = 0
-    while step <= micro_batches + longest:
-        if step >= steady and (step - steady) % period == 0 and step + period < micro_batches:
-            if step > steady:
-                later_s = now[0] - before[0]
-                if _repeats(later_s, now, before, lanes, begin, end, step, period, warm_up, edge_first, edge_to, flow_at, sent_s):
+    slices, forth_s, back_s = forwards_s.shape[1], sent_s[0], sent_s[1]
+    period, deepest = PERIOD * slices, pipelines[:, 1].max()
+    # By stage, of the pipeline at hand; of an edge at the stage that it leaves.
+    now_s, before_s, weight_s, forth_end_s, back_end_s = np.empty((5, deepest))
+    warm_up, put_off, first = np.empty((3, deepest), np.int64)
+    begin = 0
+    for p in range(len(pipelines)):
+        lane, count, micro_batches, longest = begin, pipelines[p, 1], pipelines[p, 2], 0
+        begin = pipelines[p, 0]
+        if not anew[p]:
+            continue
+        edge = edge_first[lane]
+        for here in range(count):
+            now_s[here] = forth_end_s[here] = back_end_s[here] = 0.0
+            warm_up[here], put_off[here] = lanes[lane + here, FLYING] - 1, 0
+            weight_s[here], first[here] = look[lanes[lane + here, LOOK], WEIGHT_S], flow_at[edge + here]
+            if eagerness:
+                warm_up[here] = min(eagerness * (count - 1 - here), micro_batches)
+                put_off[here] = eagerness * here
+            longest = max(longest, warm_up[here])
+        # From then on all lanes do the same in each step, as long as there are forwards.
+        steady = longest + 1 + eagerness * count
+        step = 0
+        while step <= micro_batches + longest:
+            if step >= steady and (step - steady) % period == 0 and step + period < micro_batches:
+                later_s = now_s[0] - before_s[0]
+                if step > steady and _repeats(later_s, now_s, before_s, count, step, period, warm_up, first, forth_s, back_s):
                     skipped = (micro_batches - step) // period * period
                     for here in range(count):
-                        now[here] += skipped // period * later_s
-                        for e in range(edge_first[begin + here], edge_first[begin + here + 1]):
-                            there = flow_at[e] + step
-                            back = there - 1 - warm_up[edge_to[e] - begin]
-                            for k in range(skipped):
-                                sent_s[0, there + k] = sent_s[0, there + k - period] + later_s
-                                sent_s[1, back + k] = sent_s[1, back + k - period] + later_s
+                        now_s[here] += skipped // period * later_s
+                    for here in range(count - 1):
+                        there = first[here] + step
+                        back = there - 1 - warm_up[here + 1]
+                        for k in range(skipped):
+                            forth_s[there + k] = forth_s[there + k - period] + later_s
+                            back_s[back + k] = back_s[back + k - period] + later_s
+                        forth_end_s[here], back_end_s[here] = forth_s[there + skipped - 1], back_s[back + skipped - 1]
                     step += skipped
                     steady = micro_batches  # what is left is less than a period
-            for here in range(count):
-                before[here] = now[here]
-        for here in range(count - 1, -1, -1):
-            lane, m = begin + here, step - 1 - warm_up[here]
-            if m < 0 or m >= micro_batches:
-                continue
-            time, at = now[here], m % slices if slices > 1 else 0  # divisions take as long as all else here
-            for e in range(edge_first[lane], edge_first[lane + 1]):
-                time = max(time, sent_s[1, flow_at[e] + m] + latency_s[1, e])
-            if m == micro_batches - 1:
-                sent_now, time = _last_backward(
-                    time,
-                    lanes[lane, PARTS],
-                    part_first,
-                    part_s,
-                    input_s,
-                    halves,
-                    backwards_s[lane, at],
-                    weight_s[here],
-                    min(put_off[here], m) * weight_s[here],
-                    part_end,
-                    part_at[lane],
-                )
-            else:
-                sent_now = time + backwards_s[lane, at]
-                time = sent_now + (weight_s[here] if halves and m >= put_off[here] else 0.0)
-            now[here] = time
-            for k in range(entering_first[lane], entering_first[lane + 1]):
-                e = entering[k]
-                flow = flow_at[e] + m
-                free = sent_now if m == 0 else max(sent_now, sent_s[1, flow - 1])
-                sent_s[1, flow] = free + wire_s[1, e]
-        if step < micro_batches:
-            at = step % slices
-            for here in range(count):
-                lane, time = begin + here, now[here]
-                for k in range(entering_first[lane], entering_first[lane + 1]):
-                    e = entering[k]
-                    time = max(time, sent_s[0, flow_at[e] + step] + latency_s[0, e])
-                time += forwards_s[lane, at]
-                now[here] = time
-                for e in range(edge_first[lane], edge_first[lane + 1]):
-                    flow = flow_at[e] + step
-                    free = time if step == 0 else max(time, sent_s[0, flow - 1])
-                    sent_s[0, flow] = free + wire_s[0, e]
-        step += 1
-    for here in range(count):
-        back_end[begin + here] = now[here]
+                for here in range(count):
+                    before_s[here] = now_s[here]
+            for here in range(count - 1, -1, -1):
+                m = step - 1 - warm_up[here]
+                if m < 0 or m >= micro_batches:
+                    continue
+                time, at = now_s[here], m % slices if slices > 1 else 0  # divisions take as long as all else here
+                if here < count - 1:
+                    time = max(time, back_s[first[here] + m] + latency_s[1, edge + here])
+                if m == micro_batches - 1:
+                    sent_now, time = _last_backward(
+                        time,
+                        lanes[lane + here, PARTS],
+                        part_first,
+                        part_s,
+                        input_s,
+                        halves,
+                        backwards_s[lane + here, at],
+                        weight_s[here],
+                        min(put_off[here], m) * weight_s[here],
+                        part_end,
+                        part_at[lane + here],
+                    )
+                else:
+                    sent_now = time + backwards_s[lane + here, at]
+                    time = sent_now + (weight_s[here] if halves and m >= put_off[here] else 0.0)
+                now_s[here] = time
+                if here > 0:
+                    sent = max(sent_now, back_end_s[here - 1]) + wire_s[1, edge + here - 1]
+                    back_s[first[here - 1] + m] = back_end_s[here - 1] = sent
+            if step < micro_batches:
+                at, arrives = step % slices if slices > 1 else 0, 0.0
+                for here in range(count):
+                    time = max(now_s[here], arrives) + forwards_s[lane + here, at]
+                    now_s[here] = time
+                    if here < count - 1:
+                        sent = max(time, forth_end_s[here]) + wire_s[0, edge + here]
+                        forth_s[first[here] + step] = forth_end_s[here] = sent
+                        arrives = sent + latency_s[0, edge + here]
+            step += 1
+        for here in range(count):
+            back_end[lane + here] = now_s[here]
 
 
 @compiled
@@ -1012,7 +1007,7 @@ def _courses(
     like: Ints,
     worth_s: float,
 ) -> bool:
-    """Follows all pipelines together as `_course` does each, message by message where some of them share links.
+    """Follows all pipelines together, as `_alone` does each, message by message where some of them share links.
 
     Whether they end within `worth_s`; where it turns out that they do not, the rest is not followed.
 
@@ -1228,6 +1223,56 @@ def _first_after(sent_s: Floats, way: int, start: int, stop: int, moment_s: floa
 
 
 @compiled
+def _lost(share: float, level: float, again: bool) -> float:
+    """What a message loses in each second that it has but a level of the link of which alone it takes a share: of what it takes
+    when nothing meets, or `again` of what it takes as it is."""
+    if share <= level:
+        return 0.0
+    return 1 - level / share if again else share / level - 1
+
+
+@compiled
+def _two_lose(
+    sent_s: Floats,
+    at: Ints,
+    until: Ints,
+    ways: Ints,
+    shares: Floats,
+    each_s: Floats,
+    turn_s: Floats,
+    to_s: float,
+    short_s: float,
+    again: bool,
+    lost_s: Floats,
+) -> None:
+    """Adds to `lost_s` what the two users of a link lose by meeting before `to_s`; see `_meet`, of which it is a quicker way."""
+    level = max(0.5, 1 - min(shares[0], shares[1]))
+    one = _lost(shares[0], level, again)
+    other = _lost(shares[1], level, again)
+    i, j, i_until, j_until, i_way, j_way = at[0], at[1], until[0], until[1], ways[0], ways[1]
+    i_from, j_from, i_each, j_each = turn_s[0], turn_s[1], each_s[0], each_s[1]
+    i_to = sent_s[i_way, i] if i < i_until else np.inf
+    j_to = sent_s[j_way, j] if j < j_until else np.inf
+    while i_from < to_s and j_from < to_s:
+        both_s = min(min(i_to, j_to), to_s) - max(i_from, j_from)
+        if both_s > short_s:
+            lost_s[0] += both_s * one
+            lost_s[1] += both_s * other
+        if i_to <= j_to:
+            i += 1
+            if i == i_until:
+                break
+            i_from = max(sent_s[i_way, i] - i_each, i_to)
+            i_to = sent_s[i_way, i]
+        else:
+            j += 1
+            if j == j_until:
+                break
+            j_from = max(sent_s[j_way, j] - j_each, j_to)
+            j_to = sent_s[j_way, j]
+
+
+@compiled
 def _meet(
     pipelines: Ints,
     edge_first: Ints,
@@ -1264,25 +1309,36 @@ def _meet(
     inside, is_inside, turn_s = np.empty(widest, np.int64), np.zeros(widest, np.bool_), np.empty(widest)
     lost_s, each_s, shares = np.empty(widest), np.empty(widest), np.empty(widest)
     worst_s, busy_s, total_s = np.zeros(2 * edges), np.zeros(2 * edges), np.zeros(2 * edges)
-    first, seen = np.empty(2 * edges, np.int64), np.empty(2 * edges, np.bool_)
+    first = np.empty(2 * edges, np.int64)
     whole = STRETCHES * stretch_s >= end_s
     for stretch in range(1 if whole else STRETCHES):
         from_s = 0.0 if whole else end_s * (stretch + 1) / (STRETCHES + 1) - stretch_s / 2
         to_s = end_s if whole else from_s + stretch_s
-        seen[:], first[:], worst_s[:] = False, -1, 0.0
+        first[:], worst_s[:] = -1, 0.0
         for k in range(links):
             base, count = users[k], users[k + 1] - users[k]
+            if count == 0:
+                continue
             for i in range(count):
                 number = who[base + i]
                 way, e = number % 2, number // 2
+                each_s[i] = wire_s[way, e] * (slowed[way, e] if again else 1.0)
                 if first[number] < 0:
                     first[number] = _first_after(sent_s, way, flow_at[e], flow_at[e + 1], from_s)
+                    free_s = from_s
+                    for m in range(first[number], flow_at[e + 1]):
+                        begins_s = max(sent_s[way, m] - each_s[i], free_s)
+                        if begins_s >= to_s:
+                            break
+                        free_s = sent_s[way, m]
+                        busy_s[number] += min(free_s, to_s) - begins_s
                 at[i], until[i], ways[i], shares[i] = first[number], flow_at[e + 1], way, share[base + i]
-                each_s[i] = wire_s[way, e] * (slowed[way, e] if again else 1.0)
                 is_inside[i], lost_s[i] = False, 0.0
                 turn_s[i] = max(from_s, sent_s[way, at[i]] - each_s[i]) if at[i] < until[i] else np.inf
             now_s, total, present = from_s, 0.0, 0
-            while count:
+            if count == 2:
+                _two_lose(sent_s, at, until, ways, shares, each_s, turn_s, to_s, 1e-12 * end_s, again, lost_s)
+            while count > 2:
                 chosen, next_s = -1, to_s
                 for i in range(count):
                     if turn_s[i] < next_s:
@@ -1290,9 +1346,7 @@ def _meet(
                 if total > 1 + 1e-9 and present > 1 and next_s - now_s > 1e-12 * end_s:
                     level = _level(shares, inside, present)
                     for n in range(present):
-                        part = shares[inside[n]]
-                        if part > level:
-                            lost_s[inside[n]] += (next_s - now_s) * (1 - level / part if again else part / level - 1)
+                        lost_s[inside[n]] += (next_s - now_s) * _lost(shares[inside[n]], level, again)
                 now_s = next_s
                 if chosen < 0:
                     break
@@ -1317,13 +1371,9 @@ def _meet(
                     inside[n] = chosen
                     is_inside[chosen], present, total = True, present + 1, total + shares[chosen]
                     turn_s[chosen] = sent_s[ways[chosen], at[chosen]]
-                    number = who[base + chosen]
-                    if not seen[number]:
-                        busy_s[number] += min(turn_s[chosen], to_s) - next_s
             for i in range(count):
                 number = who[base + i]
                 worst_s[number] = max(worst_s[number], lost_s[i])
-                seen[number] = True
         for number in range(2 * edges):
             total_s[number] += worst_s[number]
     changed = False
@@ -1749,14 +1799,10 @@ def evaluate(
             begin = pipelines[p, 0]
         closely = messages <= FOLLOWED or worth_s == np.inf
         attempts = 0 if closely else attempts
-    asks = np.ones(len(pipelines), np.bool_)
+    anew = np.ones(len(pipelines), np.bool_)
     for attempt in range(attempts):
-        begin = 0
-        for p in range(len(pipelines)):
-            if not asks[p]:
-                begin = pipelines[p, 0]
-                continue
-            _course(
+        if count == pipelines[:, 1].sum():
+            _alone(
                 look,
                 part_first,
                 part_s,
@@ -1766,14 +1812,9 @@ def evaluate(
                 forwards_s,
                 backwards_s,
                 lanes,
-                begin,
-                pipelines[p, 0],
-                pipelines[p, 1],
-                pipelines[p, 2],
+                pipelines,
+                anew,
                 edge_first,
-                edge_to,
-                entering_first,
-                entering,
                 longer_s,
                 latency_s,
                 flow_at,
@@ -1782,17 +1823,46 @@ def evaluate(
                 part_at,
                 back_end,
             )
-            begin = pipelines[p, 0]
+        else:
+            _courses(
+                look,
+                part_first,
+                part_s,
+                input_s,
+                sizes.eagerness,
+                halves,
+                forwards_s,
+                backwards_s,
+                lanes,
+                pipelines,
+                edge_first,
+                edge_to,
+                entering_first,
+                entering,
+                longer_s,
+                latency_s,
+                flow_at,
+                np.zeros(1, np.int64),
+                who[:0],
+                share[:0],
+                np.ones(2 * edges),
+                sent_s,
+                part_end,
+                part_at,
+                back_end,
+                like,
+                np.inf,
+            )
         if attempt < attempts - 1:
             if not _meet(pipelines, edge_first, flow_at, wire_s, sent_s, back_end, users, who, share, slowed, attempt > 0):
                 break
             begin = 0
             for p in range(len(pipelines)):
-                asks[p] = False
+                anew[p] = False
                 for e in range(edge_first[begin], edge_first[pipelines[p, 0]]):
                     for way in range(2):
                         now_s = wire_s[way, e] * slowed[way, e]
-                        asks[p] = asks[p] or now_s != longer_s[way, e]
+                        anew[p] = anew[p] or now_s != longer_s[way, e]
                         longer_s[way, e] = now_s
                 begin = pipelines[p, 0]
 
