@@ -43,6 +43,11 @@ class Preparation:
         self._estimates: Estimates | None = None
         self._compilation = None if is_compiled() and is_exact_compiled() else _compile_beside()
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this process has loaded the arithmetic before."""
+        return _estimate_once.cache_info().currsize > 0
+
     def estimates(self, wait_s: float = 0.0) -> Estimates | None:
         """The estimates, or None where their arithmetic is not compiled within these seconds."""
         if self._estimates is None:

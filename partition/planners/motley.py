@@ -7,10 +7,11 @@ by their speed. So the search is over layouts alone:
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
        rows' order and degrees, of micro-batch, slices of sequences, schedule (1F1B, plain, split or eager, zero bubble) and where
        the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each
-       number of pipelines and from random deals, then all the way from the best of these and from the best of many random deals
-       of as many pipelines, then, where there is time, from numbers of pipelines that were passed by, then from changes of the
-       best. Where they end is judged. So are those grids that divide gradients, parameters or experts (`partition.grids`), or
-       whose stages hold several ranges of layers (`partition.chunks`), and may be better.
+       number of pipelines (whole and in slices, and from the best twice) and from random deals, then all the way from the best of
+       these and from the best of many random deals of as many pipelines, then, where there is time, from numbers of pipelines
+       that were passed by, then from changes of the best. Where they end is judged. So are those grids that divide gradients,
+       parameters or experts (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
+       better.
     2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
        path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
        of devices, node by node, group by group; for every degree.
@@ -110,9 +111,10 @@ tuning and the judging of finalists end."""
 CHUNKED = 0.975
 """That after which the trial of several ranges of layers a stage ends; the rest is for changes of the best."""
 
-SETTLED, RESTARTED, DESCENDED, PASSED = 0.1, 0.15, 0.55, 0.8
-"""The shares of the time for deals after which end: first steps from starts, first steps from random deals, descents from where
-the best of these led, and those from numbers of pipelines that were passed by; the rest is for changes of the best."""
+SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.3, 0.45, 0.48, 0.7, 0.85
+"""The shares of the time for deals after which end: first steps from starts, those again from the best ones, first steps from
+random deals, descents from where the best of these led, and those from numbers of pipelines that were passed by; the rest is for
+changes of the best."""
 
 PASSED_S = 4.0
 """Seconds of the time for deals for each such number, if there are to be any."""
@@ -194,9 +196,6 @@ MOST_SIZES = 16
 FINAL_SCHEDULES = (*SCHEDULES, ("1f1b", 1), ("zb-1p", 0), ("zb-2p", 0), ("gpipe", 0))
 
 
-Begun: TypeAlias = tuple[list[tuple[float, Layout, Draft]], list[tuple[Draft, Settings]], bool]
-"""Layouts with their scores and drafts, drafts with their settings, and whether the clock ended the search for them."""
-
 Thing = TypeVar("Thing")
 Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
@@ -224,11 +223,13 @@ def motley(search: Search) -> None:
 
 
 @dataclass(frozen=True)
-class _Answered:
-    """What a process found that priced the first starts: what the judge says of one, the best of them, and as of `_Hunt`."""
+class _Begun:
+    """What a process found with which a search begins: what the judge says of a start, and the rest as of `_Hunt`."""
 
     judged: list[tuple[Plan, Verdict]]
     ranked: list[tuple[float, Layout, Draft]]
+    firsts: list[Deal]
+    partitioned: list[tuple[Draft, Settings]]
     least_s: float
     longest: tuple[int, float]
     cut: bool
@@ -334,8 +335,8 @@ class _Hunt:
 
     def run(self) -> None:
         """The whole search; see the head of this file."""
-        self.answer_soon()
         self.begin()
+        self.deal()
         self.load()
         self.try_grids()
         self.try_chunked_grids()
@@ -345,31 +346,47 @@ class _Hunt:
         self.finish()
         self.search.cut = self.search.cut or self.estimates is None  # next time they will be compiled
 
-    def answer_soon(self) -> None:
+    def begin(self) -> None:
         """Has the best of a few starts judged at once, so that there is an answer whenever the search is interrupted.
 
-        Estimates are loaded meanwhile, which takes as long.
+        A process beside does that, and takes what the graph partition finds. This one finds starts of deals meanwhile, if it has
+        loaded estimates before; if not it loads them, which takes as long, and the other one finds the starts by their prices.
         """
-
-        def answered() -> _Answered:
-            self.search.progress = None  # what is told is shown where it is heard
-            return _Answered(self.answer(), self.ranked(), self.least_s, self.longest, self.search.cut)
-
-        if cores() == 1 or not isinstance(self.search.judge, Forecast):
+        answered = cores() == 1 or not isinstance(self.search.judge, Forecast)
+        if answered:
             self.answer()
+        if answered or self.preparation.is_loaded:
             self.load()
-            return
-        found = beside(answered, self.load, lambda: None)  # however long it takes: a search shall have an answer
-        self.least_s, self.longest = found.least_s, found.longest
+        ready = answered or self.estimates is not None
+
+        def begun() -> _Begun:
+            judged = []
+            if not answered:
+                self.search.progress = None  # what is told is shown where it is heard
+                judged = self.answer()
+            with suppress(BudgetSpent):
+                self.partition_graph()
+                if not ready:
+                    self.begin_deals()
+            return _Begun(judged, self.ranked(), self.firsts, self.partitioned, self.least_s, self.longest, self.search.cut)
+
+        # However long it takes: a search shall have an answer.
+        found = beside(begun, self.begin_deals if ready else self.load, lambda: None)
+        self.partitioned, self.longest = found.partitioned, max(self.longest, found.longest)
+        self.least_s = min(self.least_s, found.least_s)
         self.search.cut = self.search.cut or found.cut
         for answer in found.judged:
             self.search.take(*answer)
-        if self.estimates is None:
+        if ready or self.estimates is None:
             for entry in found.ranked:
                 self._keep(*entry)
         else:
-            for _, layout, _ in found.ranked[:WALKS]:
+            for n, (_, layout, _) in enumerate(found.ranked):
+                if n >= WALKS and self.late(BEGUN):
+                    break
                 self.score_s(layout)
+        if not ready:
+            self.firsts = sorted(found.firsts, key=self.deal_s)
 
     def answer(self) -> list[tuple[Plan, Verdict]]:
         """Prices some starts, and has one of the best judged; the verdict, if there is one."""
@@ -404,23 +421,6 @@ class _Hunt:
             for known in (self.known, self.dealt, self.found):
                 known.clear()
             for _, layout, _ in priced:
-                self.score_s(layout)
-
-    def begin(self) -> None:
-        """Takes what the graph partition finds, and descends among deals."""
-        found, self.partitioned, cut = beside(self.partition_graph, self.begin_deals, self.search.check_budget)
-        self.search.cut = self.search.cut or cut
-        for entry in found:
-            self._keep(*entry)
-        self.deal()
-        if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
-            best_s, best, draft = self.ranked()[0]
-            if best_s < self.least_s:
-                with self._clocked(draft, best.settings):
-                    self.judged([(draft, best.settings)])
-        for _, deal in self.ends.values():  # no start may fit where these do
-            layout = self.deals.layout(deal)
-            if layout is not None:
                 self.score_s(layout)
 
     def start(self) -> None:
@@ -467,11 +467,12 @@ class _Hunt:
         near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
         self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 
-    def partition_graph(self) -> Begun:
-        """What `flashflex` finds: the best of each shape, and the best drafts, because few layouts fit where memory is tight."""
+    def partition_graph(self) -> None:
+        """Takes what `flashflex` finds: the best of each shape, and the best drafts, as few layouts fit where memory is tight."""
         left_s = self._left_s(PARTITIONED)
         if not left_s:
-            return [], [], True
+            self.search.cut = True
+            return
         part = Search(self.search.cluster, self.job, self.search.judge, self.search.seed, left_s)
         climb = Climb(part, list(self.nodes.values()), np.random.default_rng(self.search.seed))
         with suppress(BudgetSpent):  # what it has found counts
@@ -482,7 +483,8 @@ class _Hunt:
         climb.search = self.search
         for candidate in sorted(climb.priced, key=lambda candidate: climb.priced[candidate][0])[:MOST_MET]:
             self.score_s(Layout(tuple(climb.pipelines(candidate)), candidate.micro_batch, candidate.settings))
-        return self.ranked(), list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2)), part.cut
+        self.partitioned = list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
+        self.search.cut = self.search.cut or part.cut
 
     def begin_deals(self) -> None:
         """Finds the best start among deals for each number of pipelines, of the first settings under which one can run.
@@ -516,23 +518,41 @@ class _Hunt:
     def deal(self) -> None:
         """Descends among deals, and has where they end judged, until their share of the budget is spent.
 
-        First in few steps from a start of each number of pipelines and from random deals of the best numbers, then as far as it
-        goes from the best of these, and then from changes of the best that were judged.
+        First in few steps from a start of each number of pipelines, whole and in slices, once more from those of the best
+        numbers, because the order of steps decides where they lead, and from random deals of these; then as far as it goes from
+        the best of these; and then from changes of the best that were judged.
         """
-        if not self.firsts:
-            return
-        with self._dealers() as dealers:
-            self._deal(dealers, self.search.seed, self.search.elapsed_s, self._left_s(DEALT))
+        if self.firsts:
+            with self._dealers() as dealers:
+                self._deal(dealers, self.search.seed, self.search.elapsed_s, self._left_s(DEALT))
+        if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
+            best_s, best, draft = self.ranked()[0]
+            if best_s < self.least_s:
+                with self._clocked(draft, best.settings):
+                    self.judged([(draft, best.settings)])
+        for _, deal in self.ends.values():  # no start may fit where these do
+            layout = self.deals.layout(deal)
+            if layout is not None:
+                self.score_s(layout)
 
     def _deal(self, dealers: _Dealers, seed: int, now_s: float, left_s: float) -> None:
         """See `deal`; all of it within so many seconds from a moment of the search."""
         least_s = self.deal_s(self.firsts[0])
         # What is best in slices is seldom near to what is best whole, so that both are looked for.
-        settling = [_Descent(start, [seed, n], least_s, cuts=False, reslices=False) for n, start in enumerate(self.firsts)]
+        settling = [
+            _Descent(start, [seed, n], least_s, cuts=False, reslices=reslices)
+            for n, start in enumerate(self.firsts)
+            for reslices in (True, False)
+        ]
         settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
             return
         settled.sort(key=lambda entry: entry[0])
+        near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
+        starts = {start.pipelines: start for start in reversed(self.firsts)}
+        nearest = [starts[number] for number in dict.fromkeys(deal.pipelines for deal in near)][:DEALERS]
+        again = [_Descent(start, [seed, n, 1], least_s, cuts=False) for n, start in enumerate(nearest)]
+        settled = sorted([*settled, *self._descend_all(dealers, again, now_s + AGAIN * left_s)], key=lambda entry: entry[0])
         near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
         drawing = [_Descent(None, [seed, n], least_s, cuts=False, reslices=n % 2 == 0, numbers=numbers) for n in range(DEALERS)]
@@ -676,10 +696,10 @@ class _Hunt:
 
         with suppress(BudgetSpent):  # what it has found counts
             if task.start is not None:
-                begins = self._begins(task, task.start, rng) if task.cuts else [task.start]
-                for begin in begins:
-                    if not found.ends or not late():
-                        found.ends.append(descended(begin, task.cuts, task.cuts))
+                found.ends.append(descended(task.start, task.cuts, task.cuts))
+                drawn = self._best_drawn(task, task.start, rng) if task.cuts and not late() else None
+                if drawn is not None:
+                    found.ends.append(descended(drawn, task.cuts, task.cuts))
             best_s, since = math.inf, 0
             for number in cycle(task.numbers):
                 if late() or since > PATIENCE:
@@ -714,10 +734,10 @@ class _Hunt:
         self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
         return followed_s if FOLLOWED * (now_s - began_s) <= LONGEST * (until_s - now_s) else math.inf
 
-    def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
-        """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
+    def _best_drawn(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> Deal | None:
+        """The best of many random deals of as many pipelines as one has; None where none can run.
 
-        All of these have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
+        All of them have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
         their estimates.
         """
         now_s, until_s = self.search.elapsed_s, task.until_s
@@ -737,9 +757,7 @@ class _Hunt:
                 break
             if (seconds := self.deal_s(drawn, least_s)) < least_s:
                 best = seconds, drawn
-        if best is None:
-            return [deal]
-        return [best[1], deal] if best[0] < self.deal_s(deal) else [deal, best[1]]
+        return None if best is None else best[1]
 
     def _note_end(self, ends: dict[int, tuple[float, Deal]], plan: Plan, verdict: Verdict, deal: Deal) -> float:
         """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""

@@ -141,7 +141,8 @@ def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_trie
     hunt.score_s(next(hunt.starts()))
     hunt.judge_soon()
     first_s, hunt.longest = hunt.least_s, (1, 100.0)  # seconds for each unit of work
-    hunt.begin()
+    hunt.begin_deals()
+    hunt.deal()
     best_s, layout, draft = hunt.ranked()[0]
     assert not hunt.ends
     assert search.best is not None and search.best[0] == make_plan(world, search.job, draft, layout.settings)
@@ -149,7 +150,7 @@ def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_trie
     assert best_s < first_s
 
 
-def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descents_begin_once_more_from_the_best_of_many_random_deals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partition.planners.motley.DRAWN", 60)  # so few that the clock ends nothing
     world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX3080Ti", 2))
     work = job(SMALL, sequence_length=2048, batch=32)
@@ -158,12 +159,31 @@ def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one(mo
     hunt.load(60.0)
     hunt.begin_deals()
     for start in hunt.firsts:
-        begins = hunt._begins(_Descent(start, [1], until_s=600.0), start, np.random.default_rng(1))
-        assert start in begins and len(set(begins)) == len(begins) <= 2
-        assert {deal.pipelines for deal in begins} == {start.pipelines}
-        assert sorted(begins, key=hunt.deal_s) == begins
+        best = hunt._best_drawn(_Descent(start, [1], until_s=600.0), start, np.random.default_rng(1))
         drawn = [hunt.deals.drawn(start.pipelines, rng) for rng in [np.random.default_rng(1)] for _ in range(10)]
-        assert min(map(hunt.deal_s, begins)) <= min(map(hunt.deal_s, [start, *drawn])) * 1.06
+        if best is None:
+            assert all(math.isinf(hunt.deal_s(deal)) for deal in drawn)
+        else:
+            assert best.pipelines == start.pipelines
+            assert hunt.deal_s(best) <= min(map(hunt.deal_s, drawn)) * 1.06
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_search_begins_with_an_answer_and_the_starts_of_its_descents(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    """Whether it has to load its estimates first or not."""
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    hunt.preparation.estimates(60.0)
+    monkeypatch.setattr("partition.estimated.Preparation.is_loaded", loaded)
+    hunt.begin()
+    assert search.best is not None and search.best[1].iteration_s == hunt.least_s
+    assert hunt.estimates is not None
+    assert {deal.pipelines for deal in hunt.firsts} >= {1, 2}
+    firsts_s = [hunt.deal_s(deal) for deal in hunt.firsts]
+    assert firsts_s == sorted(firsts_s) and firsts_s[-1] < math.inf
+    estimated = [hunt.score_s(layout) for _, layout, _ in hunt.ranked()]
+    assert estimated == [seconds for seconds, _, _ in hunt.ranked()]
 
 
 def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None:
