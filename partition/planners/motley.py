@@ -111,19 +111,19 @@ tuning and the judging of finalists end."""
 CHUNKED = 0.975
 """That after which the trial of several ranges of layers a stage ends; the rest is for changes of the best."""
 
-SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.3, 0.45, 0.48, 0.7, 0.85
-"""The shares of the time for deals after which end: first steps from starts, those again from the best ones, first steps from
-random deals, descents from where the best of these led, and those from numbers of pipelines that were passed by; the rest is for
-changes of the best."""
+SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.3, 0.45, 0.05, 0.7, 0.85
+"""The shares of the time for deals after which end first steps from starts, and those again from the best ones; the share that
+first steps from random deals have; and those after which end descents from where the best of these led, and those from numbers of
+pipelines that were passed by. The rest is for changes of the best."""
 
 PASSED_S = 4.0
 """Seconds of the time for deals for each such number, if there are to be any."""
 
-NEAR, FIRSTS, SAME = 1.2, 6, 3
+NEAR, FIRSTS = 1.2, 6
 MORE_DEALS, PATIENCE, DEALERS = 200, 40, 2
-"""Descents begin, so many of them, from the best deals, so many of each number of pipelines, and from random ones, where these
-take at most so many times as long as the best one; and in each of so many processes from so many changes of the best; it
-gives up where so many in a row find nothing better."""
+"""Descents begin, so many of them, from the best deals of several numbers of pipelines, and from random ones, where these take at
+most so many times as long as the best one; and in each of so many processes from so many changes of the best; it gives up where
+so many in a row find nothing better."""
 
 KICKED_RANKS = (0, 0, 1, 2)
 """The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn, as far as they are near the
@@ -547,20 +547,17 @@ class _Hunt:
         settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
             return
-        settled.sort(key=lambda entry: entry[0])
-        near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
         starts = {start.pipelines: start for start in reversed(self.firsts)}
-        nearest = [starts[number] for number in dict.fromkeys(deal.pipelines for deal in near)][:DEALERS]
+        nearest = [starts[deal.pipelines] for deal in self._near_ends(settled)[:DEALERS]]
         again = [_Descent(start, [seed, n, 1], least_s, cuts=False) for n, start in enumerate(nearest)]
-        settled = sorted([*settled, *self._descend_all(dealers, again, now_s + AGAIN * left_s)], key=lambda entry: entry[0])
-        near = [deal for seconds, deal in settled if seconds < NEAR * settled[0][0]]
+        settled += self._descend_all(dealers, again, now_s + AGAIN * left_s)
+        near = self._near_ends(settled)
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
         drawing = [_Descent(None, [seed, n], least_s, cuts=False, reslices=n % 2 == 0, numbers=numbers) for n in range(DEALERS)]
-        settled = sorted([*settled, *self._descend_all(dealers, drawing, now_s + RESTARTED * left_s)], key=lambda entry: entry[0])
+        settled += self._descend_all(dealers, drawing, self.search.elapsed_s + RESTARTED * left_s)
         # What is in slices may take the judge too long, and then is nothing that others have to be as good as.
-        whole = [deal for _, deal in settled if deal.settings.sequence_slices == 1]
-        least_s = min([least_s, *map(self.deal_s, whole)])
-        near = self._unlike_ends(settled)
+        least_s = min([least_s, *[seconds for seconds, deal in settled if deal.settings.sequence_slices == 1]])
+        near = self._near_ends(settled)
         firsts = [_Descent(near[n // 2 % len(near)], [seed, n], least_s, reslices=n % 2 == 0) for n in range(FIRSTS)]
         self._descend_all(dealers, firsts, now_s + DESCENDED * left_s)
         # Rows that are cut may make the best of a number of pipelines that was behind before.
@@ -575,14 +572,14 @@ class _Hunt:
         if self.ends:
             self._descend_all(dealers, [_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
 
-    def _unlike_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
-        """The best ends of first steps, the fastest first, a few of each number of pipelines."""
-        found: list[Deal] = []
-        for seconds, deal in settled:
-            same = sum(other.pipelines == deal.pipelines for other in found)
-            if seconds < NEAR * settled[0][0] and deal not in found and same < SAME:
-                found.append(deal)
-        return found
+    def _near_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
+        """The best end of first steps for each number of pipelines that is not far behind, the fastest first."""
+        found: dict[int, Deal] = {}
+        ends = sorted(settled, key=lambda entry: entry[0])
+        for seconds, deal in ends:
+            if seconds < NEAR * ends[0][0]:
+                found.setdefault(deal.pipelines, deal)
+        return list(found.values())
 
     @contextmanager
     def _dealers(self) -> Iterator[_Dealers]:
