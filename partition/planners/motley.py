@@ -7,7 +7,7 @@ by their speed. So the search is over layouts alone:
     1  Deals (`partition.deals`): equal pipelines, to which rows of alike nodes are dealt. Descents take single changes of the
        rows' order and degrees, of micro-batch, slices of sequences, schedule (1F1B, plain, split or eager, zero bubble) and where
        the optimizer's states are (on the GPUs or in the hosts' memory) while they help: first in few steps from a start for each
-       number of pipelines (whole and in slices, and from the best twice) and from random deals, then all the way from the best of
+       number of pipelines (and from the best again, in slices, too) and from random deals, then all the way from the best of
        these and from the best of many random deals of as many pipelines, then, where there is time, from numbers of pipelines
        that were passed by, then from changes of the best. Where they end is judged. So are those grids that divide gradients,
        parameters or experts (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
@@ -111,10 +111,10 @@ tuning and the judging of finalists end."""
 CHUNKED = 0.975
 """That after which the trial of several ranges of layers a stage ends; the rest is for changes of the best."""
 
-SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.3, 0.45, 0.05, 0.7, 0.85
-"""The shares of the time for deals after which end first steps from starts, and those again from the best ones; the share that
-first steps from random deals have; and those after which end descents from where the best of these led, and those from numbers of
-pipelines that were passed by. The rest is for changes of the best."""
+SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.1, 0.4, 0.05, 0.65, 0.83
+"""The shares of the time for deals after which end first steps from starts, and those again from the best ones, in slices, too;
+the share that first steps from random deals have; and those after which end descents from where the best of these led, and those
+from numbers of pipelines that were passed by. The rest is for changes of the best."""
 
 PASSED_S = 4.0
 """Seconds of the time for deals for each such number, if there are to be any."""
@@ -128,6 +128,9 @@ so many in a row find nothing better."""
 KICKED_RANKS = (0, 0, 1, 2)
 """The ranks, of the best of each number of pipelines, from whose changes descents begin, in turn, as far as they are near the
 best."""
+
+ORDERS = 2
+"""In so many orders first steps are tried again: it decides where they lead."""
 
 FEW_DRAWN = 20
 """First steps from random deals begin from the one of the best pace of so many."""
@@ -518,9 +521,9 @@ class _Hunt:
     def deal(self) -> None:
         """Descends among deals, and has where they end judged, until their share of the budget is spent.
 
-        First in few steps from a start of each number of pipelines, whole and in slices, once more from those of the best
-        numbers, because the order of steps decides where they lead, and from random deals of these; then as far as it goes from
-        the best of these; and then from changes of the best that were judged.
+        First in few steps from a start of each number of pipelines, again and in slices, too, from those of the best numbers, and
+        from random deals of these; then as far as it goes from the best of these; and then from changes of the best that were
+        judged.
         """
         if self.firsts:
             with self._dealers() as dealers:
@@ -539,17 +542,15 @@ class _Hunt:
         """See `deal`; all of it within so many seconds from a moment of the search."""
         least_s = self.deal_s(self.firsts[0])
         # What is best in slices is seldom near to what is best whole, so that both are looked for.
-        settling = [
-            _Descent(start, [seed, n], least_s, cuts=False, reslices=reslices)
-            for n, start in enumerate(self.firsts)
-            for reslices in (True, False)
-        ]
+        settling = [_Descent(start, [seed, n], least_s, cuts=False, reslices=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
             return
         starts = {start.pipelines: start for start in reversed(self.firsts)}
         nearest = [starts[deal.pipelines] for deal in self._near_ends(settled)[:DEALERS]]
-        again = [_Descent(start, [seed, n, 1], least_s, cuts=False) for n, start in enumerate(nearest)]
+        again = [
+            _Descent(start, [seed, n, order], least_s, cuts=False) for order in range(ORDERS) for n, start in enumerate(nearest)
+        ]
         settled += self._descend_all(dealers, again, now_s + AGAIN * left_s)
         near = self._near_ends(settled)
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
@@ -693,10 +694,12 @@ class _Hunt:
 
         with suppress(BudgetSpent):  # what it has found counts
             if task.start is not None:
-                found.ends.append(descended(task.start, task.cuts, task.cuts))
-                drawn = self._best_drawn(task, task.start, rng) if task.cuts and not late() else None
-                if drawn is not None:
-                    found.ends.append(descended(drawn, task.cuts, task.cuts))
+                if task.cuts and task.reslices:  # of two descents that begin there one has it judged, as far as it has come
+                    judge_end(self.deal_s(task.start), task.start)
+                begins = self._begins(task, task.start, rng) if task.cuts else [task.start]
+                for begin in begins:
+                    if not found.ends or not late():
+                        found.ends.append(descended(begin, task.cuts, task.cuts))
             best_s, since = math.inf, 0
             for number in cycle(task.numbers):
                 if late() or since > PATIENCE:
@@ -731,10 +734,10 @@ class _Hunt:
         self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
         return followed_s if FOLLOWED * (now_s - began_s) <= LONGEST * (until_s - now_s) else math.inf
 
-    def _best_drawn(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> Deal | None:
-        """The best of many random deals of as many pipelines as one has; None where none can run.
+    def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
+        """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
 
-        All of them have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
+        All of these have their paces asked for, as far as a part of the time until a moment lasts, and those of the best paces
         their estimates.
         """
         now_s, until_s = self.search.elapsed_s, task.until_s
@@ -754,7 +757,9 @@ class _Hunt:
                 break
             if (seconds := self.deal_s(drawn, least_s)) < least_s:
                 best = seconds, drawn
-        return None if best is None else best[1]
+        if best is None:
+            return [deal]
+        return [best[1], deal] if best[0] < self.deal_s(deal) else [deal, best[1]]
 
     def _note_end(self, ends: dict[int, tuple[float, Deal]], plan: Plan, verdict: Verdict, deal: Deal) -> float:
         """The seconds of a verdict, infinite without; takes the deal down if none of as many pipelines is better."""
