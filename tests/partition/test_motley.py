@@ -129,7 +129,7 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
     hunt.longest = 1, 1.0  # a second for each unit of work
     found = hunt.descend(_Descent(start, [0, 0], until_s=60.0, verdicts_s=60.0), lambda told: None)
     assert not found.judged
-    assert found.unjudged == [end for _, end in found.ends]
+    assert found.unjudged == [start, *(end for _, end in found.ends)]
     assert min(map(hunt.deal_s, found.unjudged)) < hunt.deal_s(start)
 
 
