@@ -2,7 +2,7 @@
 
     motley bench --device cuda --out results/gpu-runs/bench.yaml
     python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9]        # on a machine with a GPU
-    python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs  # anywhere
+    python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs-KIND  # anywhere
 
 A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; what is there already is kept. The table, as text
 and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
