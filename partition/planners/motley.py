@@ -373,8 +373,12 @@ class _Hunt:
                     self.begin_deals()
             return _Begun(judged, self.ranked(), self.firsts, self.partitioned, self.least_s, self.longest, self.search.cut)
 
-        # However long it takes: a search shall have an answer.
-        found = beside(begun, self.begin_deals if ready else self.load, lambda: None)
+        def own() -> None:
+            with suppress(BudgetSpent):
+                (self.begin_deals if ready else self.load)()
+
+        # However long it takes, and though the time be spent: a search shall have an answer.
+        found = beside(begun, own, lambda: None)
         self.partitioned, self.longest = found.partitioned, max(self.longest, found.longest)
         self.least_s = min(self.least_s, found.least_s)
         self.search.cut = self.search.cut or found.cut

@@ -141,6 +141,38 @@ class Sizes(NamedTuple):
     tied: bool
 
 
+class Work(NamedTuple):
+    """What the pipelines of a plan do, and where it is noted when. Rows of `forwards_s` and the like are lanes."""
+
+    look: Floats
+    part_first: Ints
+    part_s: Floats
+    input_s: Floats
+    """Of `Tables`, as the three before."""
+    eagerness: int
+    halves: bool
+    forwards_s: Floats
+    """[lane, i]: of slice i of a micro-batch, collectives included."""
+    backwards_s: Floats
+    lanes: Ints
+    pipelines: Ints
+    """Of these and the lanes, see `evaluate`."""
+    edge_first: Ints
+    """Edges are the pairs of lanes between which messages go. Of each lane: its first edge; the next lane's is its end."""
+    latency_s: Floats
+    """[0, e]: of edge e; [1, e]: back."""
+    flow_at: Ints
+    """Of each edge: its first message; the next edge's is its end."""
+    sent_s: Floats
+    """[0, m] and back [1, m]: gets the moment at which a message is sent."""
+    part_end: Floats
+    """Gets the ends of the parts of last backwards."""
+    part_at: Ints
+    """Of each lane: its first part there; the next lane's is its end."""
+    back_end: Floats
+    """[lane]: gets the end of its last backward."""
+
+
 LANE_COLUMNS = 11
 LOOK, GROUP, PARTS, START, STOP, FROM, TO, PLACE, FLYING, SHARD, SHARED = range(LANE_COLUMNS)
 """Columns of a lane: its look, group and list of parts (-1: the backward is not divided), its layers, its share of the sequences,
@@ -667,39 +699,21 @@ def _repeats(
 
 
 @compiled
-def _alone(
-    look: Floats,
-    part_first: Ints,
-    part_s: Floats,
-    input_s: Floats,
-    eagerness: int,
-    halves: bool,
-    forwards_s: Floats,
-    backwards_s: Floats,
-    lanes: Ints,
-    pipelines: Ints,
-    anew: Bools,
-    edge_first: Ints,
-    wire_s: Floats,
-    latency_s: Floats,
-    flow_at: Ints,
-    sent_s: Floats,
-    part_end: Floats,
-    part_at: Ints,
-    back_end: Floats,
-) -> None:
+def _alone(work: Work, anew: Bools, wire_s: Floats) -> None:
     """Follows each pipeline that is to be followed `anew` as if it were alone, up to the end of its lanes' last backwards.
 
     Each lane is a stage.
 
-    Edges are the pairs of lanes between which messages go, `wire_s[0, e]` and back `wire_s[1, e]`; `sent_s` gets the moments at
-    which each message is sent. In step m each lane does its backward before forward m, the last stages first, and then that
-    forward, the first stages first: whatever a pass waits for is known then. Once all moments are later than those some steps
-    before by the same, so they are as long as there are forwards, and those steps are not followed.
+    Messages take `wire_s[0, e]` of an edge, and back `wire_s[1, e]`, before their latency. In step m each lane does its backward
+    before forward m, the last stages first, and then that forward, the first stages first: whatever a pass waits for is known
+    then. Once all moments are later than those some steps before by the same, so they are as long as there are forwards, and
+    those steps are not followed.
     Where backwards come in `halves`, so many weight halves are put off to the end as `sim.spec.schedules` says of zero bubble.
     Where sequences come in slices, a slice counts as a micro-batch: forwards come in order, and backward m is everywhere of the
     same slice.
     """
+    look, part_first, part_s, input_s, eagerness, halves, forwards_s, backwards_s, lanes, pipelines = work[:10]
+    edge_first, latency_s, flow_at, sent_s, part_end, part_at, back_end = work[10:]
     slices, forth_s, back_s = forwards_s.shape[1], sent_s[0], sent_s[1]
     period, deepest = PERIOD * slices, pipelines[:, 1].max()
     # By stage, of the pipeline at hand; of an edge at the stage that it leaves.
@@ -979,31 +993,15 @@ def _stand_ins(
 
 @compiled
 def _courses(
-    look: Floats,
-    part_first: Ints,
-    part_s: Floats,
-    input_s: Floats,
-    eagerness: int,
-    halves: bool,
-    forwards_s: Floats,
-    backwards_s: Floats,
-    lanes: Ints,
-    pipelines: Ints,
-    edge_first: Ints,
+    work: Work,
     edge_to: Ints,
     entering_first: Ints,
     entering: Ints,
     wire_s: Floats,
-    latency_s: Floats,
-    flow_at: Ints,
     users: Ints,
     who: Ints,
     share: Floats,
     most: Floats,
-    sent_s: Floats,
-    part_end: Floats,
-    part_at: Ints,
-    back_end: Floats,
     like: Ints,
     worth_s: float,
 ) -> bool:
@@ -1014,6 +1012,8 @@ def _courses(
     Links have `users`, as `_by_link` tells them; `most` is what a message has of a link when it is alone, beside others. Of
     pipelines that are `like` an earlier one only that is followed, and its messages stand for those of all.
     """
+    look, part_first, part_s, input_s, eagerness, halves, forwards_s, backwards_s, lanes, pipelines = work[:10]
+    edge_first, latency_s, flow_at, sent_s, part_end, part_at, back_end = work[10:]
     count, edges, links = len(lanes), len(flow_at) - 1, len(users) - 1
     edge_from = np.empty(edges, np.int64)
     for lane in range(count):
@@ -1799,60 +1799,17 @@ def evaluate(
             begin = pipelines[p, 0]
         closely = messages <= FOLLOWED or worth_s == np.inf
         attempts = 0 if closely else attempts
-    anew = np.ones(len(pipelines), np.bool_)
+    anew, no_users = np.ones(len(pipelines), np.bool_), np.zeros(1, np.int64)
+    work = Work(
+        *(look, part_first, part_s, input_s, sizes.eagerness, halves, forwards_s, backwards_s, lanes, pipelines),
+        *(edge_first, latency_s, flow_at, sent_s, part_end, part_at, back_end),
+    )
     for attempt in range(attempts):
         if count == pipelines[:, 1].sum():
-            _alone(
-                look,
-                part_first,
-                part_s,
-                input_s,
-                sizes.eagerness,
-                halves,
-                forwards_s,
-                backwards_s,
-                lanes,
-                pipelines,
-                anew,
-                edge_first,
-                longer_s,
-                latency_s,
-                flow_at,
-                sent_s,
-                part_end,
-                part_at,
-                back_end,
-            )
+            _alone(work, anew, longer_s)
         else:
-            _courses(
-                look,
-                part_first,
-                part_s,
-                input_s,
-                sizes.eagerness,
-                halves,
-                forwards_s,
-                backwards_s,
-                lanes,
-                pipelines,
-                edge_first,
-                edge_to,
-                entering_first,
-                entering,
-                longer_s,
-                latency_s,
-                flow_at,
-                np.zeros(1, np.int64),
-                who[:0],
-                share[:0],
-                np.ones(2 * edges),
-                sent_s,
-                part_end,
-                part_at,
-                back_end,
-                like,
-                np.inf,
-            )
+            alone = np.ones(2 * edges)
+            _courses(work, edge_to, entering_first, entering, longer_s, no_users, who[:0], share[:0], alone, like, np.inf)
         if attempt < attempts - 1:
             if not _meet(pipelines, edge_first, flow_at, wire_s, sent_s, back_end, users, who, share, slowed, attempt > 0):
                 break
@@ -1875,35 +1832,7 @@ def evaluate(
                 if row_share[k] > fullest:
                     fullest, most_alone[number] = row_share[k], row_share[k] * capacity[row_link[k]]
         most_alone /= most_alone.max()
-        in_time = _courses(
-            look,
-            part_first,
-            part_s,
-            input_s,
-            sizes.eagerness,
-            halves,
-            forwards_s,
-            backwards_s,
-            lanes,
-            pipelines,
-            edge_first,
-            edge_to,
-            entering_first,
-            entering,
-            wire_s,
-            latency_s,
-            flow_at,
-            users,
-            who,
-            share,
-            most_alone,
-            sent_s,
-            part_end,
-            part_at,
-            back_end,
-            like,
-            worth_s,
-        )
+        in_time = _courses(work, edge_to, entering_first, entering, wire_s, users, who, share, most_alone, like, worth_s)
         if not in_time:
             return np.nextafter(worth_s, np.inf), DONE
 

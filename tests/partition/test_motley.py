@@ -185,6 +185,20 @@ def test_a_search_begins_with_an_answer_and_the_starts_of_its_descents(monkeypat
     assert estimated == [seconds for seconds, _, _ in hunt.ranked()]
 
 
+def test_a_search_has_its_answer_though_the_time_is_spent_on_the_starts_of_descents(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    hunt.load(60.0)
+
+    def spent(_: _Hunt) -> None:
+        raise BudgetSpent
+
+    monkeypatch.setattr(_Hunt, "begin_deals", spent)
+    hunt.begin()
+    assert search.best is not None
+
+
 def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None:
     world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX3080Ti", 4))
     work = job(SMALL, sequence_length=2048, batch=32)
