@@ -227,9 +227,8 @@ def motley(search: Search) -> None:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a process found with which a search begins: what the judge says of a start, and the rest as of `_Hunt`."""
+    """What a process found with which a search begins, as of `_Hunt`."""
 
-    judged: list[tuple[Plan, Verdict]]
     ranked: list[tuple[float, Layout, Draft]]
     firsts: list[Deal]
     partitioned: list[tuple[Draft, Settings]]
@@ -362,28 +361,34 @@ class _Hunt:
             self.load()
         ready = answered or self.estimates is not None
 
+        news = News[tuple[Plan, Verdict]](lambda told: self.search.take(*told))
+
         def begun() -> _Begun:
-            judged = []
             if not answered:
                 self.search.progress = None  # what is told is shown where it is heard
-                judged = self.answer()
+                for told in self.answer():
+                    news.tell(told)
             with suppress(BudgetSpent):
                 self.partition_graph()
                 if not ready:
                     self.begin_deals()
-            return _Begun(judged, self.ranked(), self.firsts, self.partitioned, self.least_s, self.longest, self.search.cut)
+            return _Begun(self.ranked(), self.firsts, self.partitioned, self.least_s, self.longest, self.search.cut)
 
         def own() -> None:
             with suppress(BudgetSpent):
-                (self.begin_deals if ready else self.load)()
+                if ready:
+                    self.begin_deals(news.hear)
+                else:
+                    self.load()
 
-        # However long it takes, and though the time be spent: a search shall have an answer.
-        found = beside(begun, own, lambda: None)
+        # However long it takes, and though the time be spent or Ctrl-C come: a search shall have an answer.
+        try:
+            found = beside(begun, own, news.hear)
+        finally:
+            news.hear()
         self.partitioned, self.longest = found.partitioned, max(self.longest, found.longest)
         self.least_s = min(self.least_s, found.least_s)
         self.search.cut = self.search.cut or found.cut
-        for answer in found.judged:
-            self.search.take(*answer)
         if ready or self.estimates is None:
             for entry in found.ranked:
                 self._keep(*entry)
@@ -493,9 +498,10 @@ class _Hunt:
         self.partitioned = list(islice(climb.ranked() if climb.priced else (), FINALISTS // 2))
         self.search.cut = self.search.cut or part.cut
 
-    def begin_deals(self) -> None:
+    def begin_deals(self, between: Callable[[], None] = lambda: None) -> None:
         """Finds the best start among deals for each number of pipelines, of the first settings under which one can run.
 
+        `between` is called before each number.
         Where links are slow a few nodes of one kind may be better than any that use all, and starts, too.
         Where there is not time for all numbers, it finds as many as there are processes that descend from them.
         """
@@ -506,6 +512,7 @@ class _Hunt:
         for number in sorted(self._twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
             if len(firsts) >= DEALERS and self.search.past(until_s):
                 break
+            between()
             for settings in START_SETTINGS:
                 begun = self._best_start(self.deals.starts(number, settings), math.inf)
                 begun += self._best_start(self.deals.few(number, settings), begun[0][0] if begun else math.inf)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -191,11 +192,37 @@ def test_a_search_has_its_answer_though_the_time_is_spent_on_the_starts_of_desce
     hunt = _Hunt(search, usable_nodes(search))
     hunt.load(60.0)
 
-    def spent(_: _Hunt) -> None:
+    def spent(*_: object) -> None:
         raise BudgetSpent
 
     monkeypatch.setattr(_Hunt, "begin_deals", spent)
     hunt.begin()
+    assert search.best is not None
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_search_that_is_interrupted_as_it_begins_has_its_answer(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    """Whatever this process, or the one beside it, is at."""
+    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 600.0)
+    hunt = _Hunt(search, usable_nodes(search))
+    hunt.preparation.estimates(60.0)
+
+    def long(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 3.0)
+        time.sleep(60.0)
+
+    monkeypatch.setattr("partition.estimated.Preparation.is_loaded", loaded)
+    monkeypatch.setattr(_Hunt, "begin_deals" if loaded else "load", long)
+    if loaded:
+        hunt.load()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hunt.begin()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
     assert search.best is not None
 
 
