@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.collector import garbage_collector_paused
 from sim.cost.collectives import by_nccl, collective
 from sim.cost.compute import ComputeCost, Inside, host_of
 from sim.cost.estimate import Estimate
@@ -148,7 +149,8 @@ class Estimates:
 
     def many(self, plans: Iterable[Plan], worth_s: float = 0.0) -> NDArray[np.float64]:
         """`iteration_s` of each of some plans."""
-        return np.array([self.iteration_s(plan, worth_s) for plan in plans])
+        with garbage_collector_paused():
+            return np.array([self.iteration_s(plan, worth_s) for plan in plans])
 
     # --- From a plan to numbers ---
 
