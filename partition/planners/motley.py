@@ -113,8 +113,9 @@ CHUNKED = 0.975
 
 SETTLED, AGAIN, RESTARTED, DESCENDED, PASSED = 0.1, 0.4, 0.05, 0.65, 0.83
 """The shares of the time for deals after which end first steps from starts, and those again from the best ones, in slices, too;
-the share that first steps from random deals have; and those after which end descents from where the best of these led, and those
-from numbers of pipelines that were passed by. The rest is for changes of the best."""
+the share that first steps from random deals have at least, which take what the ones before leave; and those after which end
+descents from where the best of these led, and those from numbers of pipelines that were passed by. The rest is for changes of the
+best."""
 
 PASSED_S = 4.0
 """Seconds of the time for deals for each such number, if there are to be any."""
@@ -566,7 +567,7 @@ class _Hunt:
         near = self._near_ends(settled)
         numbers = tuple([near[min(rank, len(near) - 1)].pipelines for rank in KICKED_RANKS])
         drawing = [_Descent(None, [seed, n], least_s, cuts=False, reslices=n % 2 == 0, numbers=numbers) for n in range(DEALERS)]
-        settled += self._descend_all(dealers, drawing, self.search.elapsed_s + RESTARTED * left_s)
+        settled += self._descend_all(dealers, drawing, max(self.search.elapsed_s + RESTARTED * left_s, now_s + AGAIN * left_s))
         # What is in slices may take the judge too long, and then is nothing that others have to be as good as.
         least_s = min([least_s, *[seconds for seconds, deal in settled if deal.settings.sequence_slices == 1]])
         near = self._near_ends(settled)
