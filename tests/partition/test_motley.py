@@ -37,11 +37,19 @@ from tests.partition.test_objective import priced
 ROOT = Path(__file__).parents[2]
 
 
+TWO_KINDS = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
+
+
+def untouched(world: Cluster = TWO_KINDS, budget_s: float = 60.0) -> _Hunt:
+    """A search of a small job that has done nothing yet."""
+    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, budget_s)
+    return _Hunt(search, usable_nodes(search))
+
+
 def descended() -> _Hunt:
     """A search that has descended among the deals of a cluster of two kinds, and done nothing else."""
     world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX4090", 2))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 20.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched(world, 20.0)
     hunt.begin_deals()
     hunt.deal()
     return hunt
@@ -87,7 +95,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
 
     The judge takes so long for a unit of work.
     """
-    world, now_s = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4)), 0.0
+    world, now_s = TWO_KINDS, 0.0
     monkeypatch.setattr("partition.search.time", SimpleNamespace(perf_counter=lambda: now_s))
     forecast = simulation(world, job(SMALL))
 
@@ -122,9 +130,7 @@ def test_descents_that_do_not_expect_how_long_a_verdict_takes_end_too_late(monke
 
 
 def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched()
     hunt.begin_deals()
     start = hunt.firsts[0]
     hunt.longest = 1, 1.0  # a second for each unit of work
@@ -136,8 +142,8 @@ def test_ends_whose_verdicts_would_come_too_late_are_told_unjudged() -> None:
 
 def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_tried() -> None:
     world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched(world)
+    search = hunt.search
     hunt.load(60.0)
     hunt.score_s(next(hunt.starts()))
     hunt.judge_soon()
@@ -171,13 +177,12 @@ def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one(mo
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_search_begins_with_an_answer_and_the_starts_of_its_descents(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
     """Whether it has to load its estimates first or not."""
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched()
     hunt.preparation.estimates(60.0)
     monkeypatch.setattr("partition.estimated.Preparation.is_loaded", loaded)
     hunt.begin()
-    assert search.best is not None and search.best[1].iteration_s == hunt.least_s
+    best = hunt.search.best
+    assert best is not None and best[1].iteration_s == hunt.least_s
     assert hunt.estimates is not None
     assert {deal.pipelines for deal in hunt.firsts} >= {1, 2}
     firsts_s = [hunt.deal_s(deal) for deal in hunt.firsts]
@@ -187,9 +192,7 @@ def test_a_search_begins_with_an_answer_and_the_starts_of_its_descents(monkeypat
 
 
 def test_a_search_has_its_answer_though_the_time_is_spent_on_the_starts_of_descents(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 60.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched()
     hunt.load(60.0)
 
     def spent(*_: object) -> None:
@@ -197,15 +200,13 @@ def test_a_search_has_its_answer_though_the_time_is_spent_on_the_starts_of_desce
 
     monkeypatch.setattr(_Hunt, "begin_deals", spent)
     hunt.begin()
-    assert search.best is not None
+    assert hunt.search.best is not None
 
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_search_that_is_interrupted_as_it_begins_has_its_answer(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
     """Whatever this process, or the one beside it, is at."""
-    world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4))
-    search = Search(world, job(SMALL), simulation(world, job(SMALL)), 0, 600.0)
-    hunt = _Hunt(search, usable_nodes(search))
+    hunt = untouched(budget_s=600.0)
     hunt.preparation.estimates(60.0)
 
     def long(*_: object) -> None:
@@ -223,7 +224,7 @@ def test_a_search_that_is_interrupted_as_it_begins_has_its_answer(monkeypatch: p
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-    assert search.best is not None
+    assert hunt.search.best is not None
 
 
 def test_deals_that_are_not_estimated_for_their_pace_are_slower_indeed() -> None:
