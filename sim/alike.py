@@ -14,7 +14,8 @@ from classes that are too coarse, what tells two of a class apart divides it, un
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.cost.network import Transfer
+from sim.spec.cluster import Cluster, Node
+from sim.spec.plan import Plan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -58,6 +61,88 @@ def alike(
         of_link = _divided(of_link, links, _numbered(of_pipeline[pipelines], what))
         of_pipeline = _divided(of_pipeline, pipelines, _numbered(of_link[links], what))
     return of_pipeline[:-1].tolist(), dict(zip(names.tolist(), names[of_link].tolist(), strict=True))
+
+
+# --- Before anything is known of their transfers ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Islands:
+    """Which parts of a plan, on nodes of their own, are built as an earlier part is, and do as it does but for collectives."""
+
+    pipelines: Sequence[int]
+    """For each pipeline the one at its place in the first island that is built as its own."""
+    nodes: Mapping[str, str]
+    """For each node of an island that another one stands for, the node at its place there."""
+
+
+def islands(plan: Plan, cluster: Cluster) -> Islands:
+    """The islands of a plan: pipelines that share nodes, or experts, are on one.
+
+    What the lanes of an island send each other crosses the links of its own nodes alone, so that islands meet in gradient
+    reductions and parameter gathers only. Where nodes that are built alike may have unlike links (measured pairs, overrides,
+    several sites, oversubscribed racks) each island stands for itself.
+    """
+    pipelines, nodes = plan.pipelines, cluster.nodes
+    measured = cluster.bandwidth_matrix is not None or cluster.link_overrides
+    if len(pipelines) < 2 or measured or cluster.fabric.oversubscription > 1 or len({node.site for node in nodes}) > 1:
+        return Islands(range(len(pipelines)), {})
+    numbers = {node.name: number for number, node in enumerate(nodes)}
+    devices = [[cluster.device(d) for s in pipeline.stages for r in s.replicas for d in r.devices] for pipeline in pipelines]
+    on = [sorted({numbers[device.node.name] for device in some}) for some in devices]
+    found, of_node = list(range(len(pipelines))), dict[str, str]()
+    first: dict[Hashable, tuple[list[int], list[int]]] = {}
+    makes = [_make(node) for node in nodes]
+    for members in _joined([{*some, *experts} for some, experts in zip(on, _experts(plan), strict=True)]):
+        used = sorted({number for p in members for number in on[p]})
+        place = {nodes[number].name: at for at, number in enumerate(used)}
+        built = [
+            (pipelines[p].build, tuple([(place[device.node.name], device.index, device.speed) for device in devices[p]]))
+            for p in members
+        ]
+        like, there = first.setdefault((tuple([makes[number] for number in used]), *built), (members, used))
+        if like is not members:
+            for p, other in zip(members, like, strict=True):
+                found[p] = other
+            of_node |= {nodes[number].name: nodes[other].name for number, other in zip(used, there, strict=True)}
+    return Islands(found, of_node)
+
+
+def _make(node: Node) -> Hashable:
+    """All that a node is, but which one it is."""
+    return tuple([getattr(node, each.name) for each in fields(node) if each.name not in ("name", "rack")])
+
+
+def _experts(plan: Plan) -> list[list[tuple[int, int]]]:
+    """For each pipeline the groups among which experts are divided that it has a part in, by stage and number."""
+    found: list[list[tuple[int, int]]] = [[] for _ in plan.pipelines]
+    if plan.expert_parallel > 1:
+        for s, stage in enumerate(plan.pipelines[0].stages):  # those of all pipelines are alike
+            copies = len(stage.replicas) * plan.context_parallel
+            for p, own in enumerate(found):
+                groups = range(p * copies // plan.expert_parallel, ((p + 1) * copies - 1) // plan.expert_parallel + 1)
+                own += [(s, group) for group in groups]
+    return found
+
+
+def _joined(holdings: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+    """The holders, by number, in the parts that hold nothing in common."""
+    leader = list(range(len(holdings)))
+    held_by: dict[Hashable, int] = {}
+
+    def first(holder: int) -> int:
+        while leader[holder] != holder:
+            leader[holder] = holder = leader[leader[holder]]
+        return holder
+
+    for holder, things in enumerate(holdings):
+        for thing in things:
+            one, other = sorted((first(holder), first(held_by.setdefault(thing, holder))))
+            leader[other] = one
+    parts: dict[int, list[int]] = {}
+    for holder in range(len(holdings)):
+        parts.setdefault(first(holder), []).append(holder)
+    return list(parts.values())
 
 
 def _firsts(values: Sequence[Hashable]) -> list[int]:

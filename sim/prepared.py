@@ -23,7 +23,6 @@ from sim.spec.plan import LayerRange, Plan
 from sim.spec.program import (
     Collective,
     Compute,
-    Edge,
     GatherParameters,
     Instruction,
     Lane,
@@ -276,23 +275,12 @@ def _add(loads: dict[int, float], transfer: Transfer, links: Mapping[int, int]) 
 
 def _built_alike(plan: Plan, lanes: Sequence[Lane]) -> dict[str, str]:
     """For each lane the one at its place in the first pipeline built as its own: their instructions differ in peers alone."""
-    by_name = {lane.name: lane for lane in lanes}
     pipelines: dict[int, list[Lane]] = {}
     for lane in lanes:
         pipelines.setdefault(lane.pipeline, []).append(lane)
-
-    def edges(some: Sequence[Edge]) -> Hashable:
-        return tuple((edge.layer, edge.sequences, by_name[edge.peer].stage, by_name[edge.peer].replica) for edge in some)
-
-    def build(lane: Lane) -> Hashable:
-        own = replace(lane, name="", pipeline=0, devices=(), previous=(), next=(), instructions=())
-        stage = plan.pipelines[lane.pipeline].stages[lane.stage]
-        said = stage.recompute, stage.recompute_layers, stage.recompute_rest, stage.in_flight
-        return own, len(lane.devices), said, edges(lane.previous), edges(lane.next)
-
     first: dict[Hashable, list[Lane]] = {}
     found: dict[str, str] = {}
-    for own in pipelines.values():
-        model = first.setdefault(tuple(build(lane) for lane in own), own)
+    for p, own in pipelines.items():
+        model = first.setdefault(plan.pipelines[p].build, own)
         found |= {lane.name: one.name for lane, one in zip(own, model, strict=True)}
     return found

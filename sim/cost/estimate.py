@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from sim.alike import islands
 from sim.collector import garbage_collector_paused
 from sim.cost.compute import ComputeCost, TensorCollective
 from sim.cost.feasibility import infeasible
@@ -154,23 +155,46 @@ class _Folded:
     def __init__(self, plan: Plan, cluster: Cluster, network: Network, cost: ComputeCost) -> None:
         self.plan, self.cluster, self.network, self.cost = plan, cluster, network, cost
         self.lanes, self._ends = lanes_of(plan)
+        self._islands = islands(plan, cluster)
         self._number = {lane.name: n for n, lane in enumerate(self.lanes)}
+        self._own = [n for n, lane in enumerate(self.lanes) if self._islands.pipelines[lane.pipeline] == lane.pipeline]
+        """The lanes, by number, of islands that no other one stands for; of them alone anything is found."""
+        self._standing_links: dict[int, int] = {}
         self._owners = switch_owners(plan, self.lanes, cluster)
         self._prepare_messages()
         self._colour = self._first_colours()
-        self._wire_s: list[list[float]] = []
-        self._wired: list[int] = []
+        self._wire_s: dict[int, list[float]] = {}
+        self._wired: dict[int, int] = {}
         """The colours with which `_wire_s` was found."""
         self._refine({})
-        self._tensor: list[dict[WorkKey, tuple[Transfer, float]]] = [{} for _ in self.lanes]
+        self._tensor: dict[int, dict[WorkKey, tuple[Transfer, float]]] = {n: {} for n in self._own}
         self._refine(self._tensors())
-        groups: dict[int, list[int]] = {}
-        for n, colour in enumerate(self._colour):
-            groups.setdefault(colour, []).append(n)
-        self.groups = list(groups.values())
+        self._groups = self._by_colour()
+        self.groups = self._with_islands(self._groups)
         """Lanes that are one, by number; the first of each stands for all."""
-        self._group = {n: g for g, group in enumerate(self.groups) for n in group}
-        self.standing = [self.lanes[group[0]] for group in self.groups]
+        self._group = {n: g for g, group in enumerate(self._groups) for n in group}
+        self.standing = [self.lanes[group[0]] for group in self._groups]
+
+    def _by_colour(self) -> list[list[int]]:
+        """The own lanes of each colour."""
+        groups: dict[int, list[int]] = {}
+        for n, colour in self._colour.items():
+            groups.setdefault(colour, []).append(n)
+        return list(groups.values())
+
+    def _with_islands(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of own lanes with all lanes of the islands that theirs stand for."""
+        first: dict[int, int] = {}
+        for n, lane in enumerate(self.lanes):
+            first.setdefault(lane.pipeline, n)
+        stood_for: dict[int, list[int]] = {}
+        for pipeline, standing in enumerate(self._islands.pipelines):
+            stood_for.setdefault(standing, []).append(first[pipeline])
+        found = []
+        for group in groups:
+            places = [(self.lanes[n].pipeline, n) for n in group]
+            found.append(sorted([begin + n - first[own] for own, n in places for begin in stood_for[own]]))
+        return found
 
     # --- Messages ---
 
@@ -178,8 +202,9 @@ class _Folded:
         """Every lane's outgoing messages with their transfers, and where in its sender's list each incoming one stands."""
         lanes = self.lanes
         self._places: dict[tuple[type[Send], int, str, str, Sequences], int] = {}
-        self._messages: list[list[tuple[int, Transfer]]] = []
-        for lane in lanes:
+        self._messages: dict[int, list[tuple[int, Transfer]]] = {}
+        for n in self._own:
+            lane = lanes[n]
             outgoing: list[tuple[int, Transfer]] = []
             known: dict[tuple[int, Sequences], Transfer] = {}  # those of all layers and both directions are alike
             for kind, edges in ((SendActivation, lane.next), (SendGradient, lane.previous)):
@@ -189,20 +214,19 @@ class _Folded:
                     if (peer, edge.sequences) not in known:
                         known[peer, edge.sequences] = message(self.network, self.plan, lane, lanes[peer], sent)
                     outgoing.append((peer, known[peer, edge.sequences]))
-            self._messages.append(outgoing)
-        self._incoming: list[list[tuple[int, int]]] = []
-        for lane in lanes:
-            self._incoming.append(
-                [
-                    (self._number[edge.peer], self._places[kind, edge.layer, edge.peer, lane.name, edge.sequences])
-                    for kind, edges in ((SendActivation, lane.previous), (SendGradient, lane.next))
-                    for edge in edges
-                ]
-            )
+            self._messages[n] = outgoing
+        self._incoming = {
+            n: [
+                (self._number[edge.peer], self._places[kind, edge.layer, edge.peer, lanes[n].name, edge.sequences])
+                for kind, edges in ((SendActivation, lanes[n].previous), (SendGradient, lanes[n].next))
+                for edge in edges
+            ]
+            for n in self._own
+        }
 
     # --- Colours ---
 
-    def _first_colours(self) -> list[int]:
+    def _first_colours(self) -> dict[int, int]:
         """Lanes of one colour compute the same for equally long; where they have their links to themselves, these are equal."""
         plan, step = self.plan, OptimizerStep()
         numbers: dict[object, int] = {}
@@ -211,8 +235,9 @@ class _Folded:
         for link in self.cluster.link_overrides:
             for end in link.name.split(">"):
                 own[end] = (*own.get(end, ()), (link.name.startswith(end), link.bandwidth_bytes_per_s, link.latency_s))
-        colours = []
-        for lane in self.lanes:
+        colours = {}
+        for n in self._own:
+            lane = self.lanes[n]
             stage, place = plan.pipelines[lane.pipeline].stages[lane.stage], positions[lane.pipeline]
             devices = [self.cluster.device(name) for name in lane.devices]
             key = (
@@ -235,7 +260,7 @@ class _Folded:
                 # States in host memory make the step depend on the host.
                 self.cost.seconds(lane, step) if plan.offload_optimizer else None,
             )
-            colours.append(numbers.setdefault(key, len(numbers)))
+            colours[n] = numbers.setdefault(key, len(numbers))
         return colours
 
     def _alone(self, lane: Lane) -> bool:
@@ -248,31 +273,31 @@ class _Folded:
     def _refine(self, tensors: Mapping[int, tuple[float, ...]]) -> None:
         """Divides colours until lanes of one colour have neighbours of equal colours, and equally long transfers to them."""
         capacities = self.network.capacities()
-        count = len(set(self._colour))
+        count = len(set(self._colour.values()))
         while True:
             if self._colour != self._wired:
                 self._wire_s, self._wired = self._shared_wire_s(capacities), self._colour
             numbers: dict[object, int] = {}
-            colour, refined = self._colour, []
-            for n in range(len(self.lanes)):
+            colour, refined = self._colour, dict[int, int]()
+            for n in self._own:
                 outgoing = tuple(
                     (colour[peer], _rounded(wire_s), _rounded(transfer.latency_s))
                     for (peer, transfer), wire_s in zip(self._messages[n], self._wire_s[n], strict=True)
                 )
                 incoming = tuple((colour[peer], place) for peer, place in self._incoming[n])
                 key = (colour[n], outgoing, incoming, tensors.get(n))
-                refined.append(numbers.setdefault(key, len(numbers)))
+                refined[n] = numbers.setdefault(key, len(numbers))
             if len(numbers) == count:
                 return
             self._colour, count = refined, len(numbers)
 
-    def _shared_wire_s(self, capacities: Sequence[float]) -> list[list[float]]:
+    def _shared_wire_s(self, capacities: Sequence[float]) -> dict[int, list[float]]:
         """Seconds of each lane's messages, among those that lanes of its colour send at the same time."""
         alike: dict[tuple[int, int], list[int]] = {}
-        for n, outgoing in enumerate(self._messages):
+        for n, outgoing in self._messages.items():
             for place in range(len(outgoing)):
                 alike.setdefault((self._colour[n], place), []).append(n)
-        found: list[list[float]] = [[0.0] * len(outgoing) for outgoing in self._messages]
+        found = {n: [0.0] * len(outgoing) for n, outgoing in self._messages.items()}
         for (_, place), group in alike.items():
             times = _alike_s([self._messages[n][place][1] for n in group], capacities)
             for n, wire_s in zip(group, times, strict=True):
@@ -284,12 +309,9 @@ class _Folded:
 
         Lanes that have their links to themselves are left out.
         """
-        groups: dict[int, list[int]] = {}
-        for n, colour in enumerate(self._colour):
-            groups.setdefault(colour, []).append(n)
         signatures: dict[int, tuple[float, ...]] = {}
         capacities = self.network.capacities()
-        for group in groups.values():
+        for group in self._by_colour():
             first = self.lanes[group[0]]
             if self._alone(first) or (len(first.devices) == 1 and self.plan.expert_parallel == 1):
                 continue
@@ -352,7 +374,7 @@ class _Folded:
 
     def messages(self, group: int, place: int) -> tuple[list[Transfer], float, object]:
         """The transfers of one message of all lanes of a group, the seconds of the first's, and what it stands in line with."""
-        numbers, lane = self.groups[group], self.standing[group]
+        numbers, lane = self._groups[group], self.standing[group]
         stream = group, self._messages[numbers[0]][place][0], place < len(lane.next)
         return [self._messages[n][place][1] for n in numbers], self._wire_s[numbers[0]][place], stream
 
@@ -361,7 +383,7 @@ class _Folded:
 
         None, where there are none that could meet others; the first's alone, where it has its links to itself.
         """
-        numbers, key, lane = self.groups[group], self._key(instruction), self.standing[group]
+        numbers, key, lane = self._groups[group], self._key(instruction), self.standing[group]
         if len(lane.devices) > 1 and self._alone(lane):
             if lane.name in self._owners:
                 return [], 0.0
@@ -372,7 +394,7 @@ class _Folded:
 
     def parts(self, group: int, instruction: Compute) -> tuple[list[Transfer], list[Transfer]]:
         """Of the same lanes as `tensor`, the transfers beside one instruction and those after it, with the own constants."""
-        numbers, lane = self.groups[group], self.standing[group]
+        numbers, lane = self._groups[group], self.standing[group]
         lanes = [lane] if self._alone(lane) else [self.lanes[n] for n in numbers]
         taken = [work(self.network, self.cost, each, instruction) for each in lanes]
         return [each.beside for each in taken], [each.after for each in taken]
@@ -380,7 +402,21 @@ class _Folded:
     def collective(self, instruction: Collective, groups: Iterable[int]) -> Transfer:
         """The transfer of a gradient reduction or parameter gather over all lanes of some groups."""
         members = sorted(n for group in groups for n in self.groups[group])
-        return exchange(self.network, self.plan, instruction, [self.lanes[n] for n in members])
+        transfer = exchange(self.network, self.plan, instruction, [self.lanes[n] for n in members])
+        return self._on_standing(transfer) if self._islands.nodes else transfer
+
+    def _on_standing(self, transfer: Transfer) -> Transfer:
+        """A transfer on the links of the islands that stand for others, each with the most of those that it stands for."""
+        known, nodes, links = self._standing_links, self._islands.nodes, self.network.links
+        loads: dict[int, float] = {}
+        for link, num_bytes in transfer.loads:
+            standing = known.get(link)
+            if standing is None:
+                node = nodes.get(links[link].node or "")
+                standing = known[link] = link if node is None else self.network.in_place_of(link, node)
+            if num_bytes > loads.get(standing, 0.0):
+                loads[standing] = num_bytes
+        return replace(transfer, loads=tuple(sorted(loads.items())))
 
 
 def _rounded(seconds: float) -> float:

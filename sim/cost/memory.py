@@ -13,7 +13,7 @@ half as much again of activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -34,7 +34,7 @@ from sim.spec.counts import (
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
 )
-from sim.spec.plan import LayerRange, Plan
+from sim.spec.plan import LayerRange, Pipeline, Plan
 from sim.spec.schedules import check_ranges, held_by
 from sim.spec.stack import Stack, stack
 from sim.spec.transformer import Transformer
@@ -373,49 +373,58 @@ def lane_parts(plan: Plan, software: Stack | None = None) -> Iterator[tuple[int,
 
 def lane_shapes(plan: Plan) -> Iterator[tuple[int, int, int, LaneShape]]:
     """The shape of every lane, with the indices of its pipeline, stage and replica. Raises InputError as `lane_parts` does."""
-    held = count_holders(plan)
+    held, known = count_holders(plan), dict[Hashable, list[tuple[int, int, LaneShape]]]()
     for p, pipeline in enumerate(plan.pipelines):
-        check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
-        depth = len(pipeline.stages)
-        place = {s: position for position, s in enumerate(pipeline.visiting_order)}
-        crossings = [(a, b) for (a, _), (b, _) in pairwise(pipeline.chunks) if a != b]
-        for s, part in enumerate(pipeline.stages):
-            position = place[s]
-            modes = part.recomputed()
-            chunks = tuple(stop - start for start, stop in sorted(part.layers))
-            shared = max((held.layers[start] for start, stop in part.layers if start < stop), default=0)
-            only_first = (1, *(0,) * (len(chunks) - 1))
-            flying, first_flying, last_flying = (
-                held_by(plan.schedule, pipeline, position, weights, plan.sequence_slices)
-                for weights in (chunks, only_first, only_first[::-1])
+        build = pipeline.build
+        if build not in known:
+            check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
+            known[build] = list(_shapes_of(plan, pipeline, held))
+        for s, r, shape in known[build]:
+            yield p, s, r, shape
+
+
+def _shapes_of(plan: Plan, pipeline: Pipeline, held: Holders) -> Iterator[tuple[int, int, LaneShape]]:
+    """The shape of each lane of a pipeline, with the indices of its stage and replica."""
+    depth = len(pipeline.stages)
+    place = {s: position for position, s in enumerate(pipeline.visiting_order)}
+    crossings = [(a, b) for (a, _), (b, _) in pairwise(pipeline.chunks) if a != b]
+    for s, part in enumerate(pipeline.stages):
+        position = place[s]
+        modes = part.recomputed()
+        chunks = tuple(stop - start for start, stop in sorted(part.layers))
+        shared = max((held.layers[start] for start, stop in part.layers if start < stop), default=0)
+        only_first = (1, *(0,) * (len(chunks) - 1))
+        flying, first_flying, last_flying = (
+            held_by(plan.schedule, pipeline, position, weights, plan.sequence_slices)
+            for weights in (chunks, only_first, only_first[::-1])
+        )
+        embedding, head = s == pipeline.chunks[0][0], s == pipeline.chunks[-1][0]
+        if embedding or (head and plan.transformer.tied_embeddings):
+            shared = max(shared, held.embedding)
+        if head:
+            shared = max(shared, held.head)
+        for r, replica in enumerate(part.replicas):
+            degree = len(replica.devices) // plan.context_parallel
+            groups = (degree, plan.context_parallel, plan.expert_parallel, depth, shared)
+            shape = LaneShape(
+                degree,
+                replica.sequences,
+                flying,
+                first_flying if embedding else 0,
+                last_flying if head else 0,
+                modes["none"],
+                modes["pointwise"],
+                modes["selective"],
+                modes["full"],
+                embedding,
+                head,
+                sum(s in ends for ends in crossings),
+                held.shard(part.layers),
+                held.embedding_shards,
+                held.head_shards,
+                sum(members > 1 for members in groups),
             )
-            embedding, head = s == pipeline.chunks[0][0], s == pipeline.chunks[-1][0]
-            if embedding or (head and plan.transformer.tied_embeddings):
-                shared = max(shared, held.embedding)
-            if head:
-                shared = max(shared, held.head)
-            for r, replica in enumerate(part.replicas):
-                degree = len(replica.devices) // plan.context_parallel
-                groups = (degree, plan.context_parallel, plan.expert_parallel, depth, shared)
-                shape = LaneShape(
-                    degree,
-                    replica.sequences,
-                    flying,
-                    first_flying if embedding else 0,
-                    last_flying if head else 0,
-                    modes["none"],
-                    modes["pointwise"],
-                    modes["selective"],
-                    modes["full"],
-                    embedding,
-                    head,
-                    sum(s in ends for ends in crossings),
-                    held.shard(part.layers),
-                    held.embedding_shards,
-                    held.head_shards,
-                    sum(members > 1 for members in groups),
-                )
-                yield p, s, r, shape
+            yield s, r, shape
 
 
 def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:

@@ -28,11 +28,13 @@ class Link:
     """One direction of a wire, port or bridge, with what it really carries (its protocol's efficiency counted).
 
     `latency_s` is what it adds to the latency of each path over it, beside that of the fabric or of the node's interconnect.
+    `node` is the one that it is in, or between which and the fabric it is.
     """
 
     name: str
     capacity_bytes_per_s: float
     latency_s: float = 0.0
+    node: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,14 @@ class Network:
         """Bytes/s of every link."""
         return [link.capacity_bytes_per_s for link in self.links]
 
-    def _link(self, name: str, capacity_bytes_per_s: float, latency_s: float = 0.0) -> int:
+    def _link(self, name: str, capacity_bytes_per_s: float, latency_s: float = 0.0, node: str | None = None) -> int:
         """The number of the link of this name, made when it is first asked for, with what the cluster overrides of it."""
         if name not in self._by_name:
             self._by_name[name] = len(self.links)
             if (own := self._overrides.get(name)) is not None:
                 capacity_bytes_per_s = own.bandwidth_bytes_per_s or capacity_bytes_per_s
                 latency_s = latency_s if own.latency_s is None else own.latency_s
-            self.links.append(Link(name, capacity_bytes_per_s, latency_s))
+            self.links.append(Link(name, capacity_bytes_per_s, latency_s, node))
         return self._by_name[name]
 
     def named(self, name: str) -> Link:
@@ -163,25 +165,29 @@ class Network:
         node = sender.node
         if node.intra.is_nvlink:
             rate = node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("nvlink")
-            return [self._link(f"{sender.name}>nvlink", rate), self._link(f"nvlink>{receiver.name}", rate)]
+            ports = f"{sender.name}>nvlink", f"nvlink>{receiver.name}"
+            return [self._link(port, rate, node=node.name) for port in ports]
         up, down = self._pcie(sender)[0], self._pcie(receiver)[1]
         return [up, *self._between_switches(node, _switch(sender), _switch(receiver)), down]
 
     def _pcie(self, device: Device) -> tuple[int, int]:
         """The links from a GPU to its PCIe switch and back."""
         rate = device.node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
-        return self._link(f"{device.name}>pcie", rate), self._link(f"pcie>{device.name}", rate)
+        node = device.node.name
+        return self._link(f"{device.name}>pcie", rate, node=node), self._link(f"pcie>{device.name}", rate, node=node)
 
     def _between_switches(self, node: Node, a: int, b: int) -> list[int]:
         """The shared uplinks, and the bridge between sockets, from one PCIe switch of a node to another."""
         if a == b:
             return []
         rate = node.intra.bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
-        links = [self._link(f"{node.name}/switch{a}>host", rate), self._link(f"{node.name}/host>switch{b}", rate)]
+        uplinks = f"{node.name}/switch{a}>host", f"{node.name}/host>switch{b}"
+        links = [self._link(uplink, rate, node=node.name) for uplink in uplinks]
         sockets = _socket(node, a), _socket(node, b)
         if sockets[0] != sockets[1]:
             host = node.intra.host_bandwidth_bytes_per_s * self.cluster.fabric.efficiency("pcie")
-            links.insert(1, self._link(f"{node.name}/socket{sockets[0]}>socket{sockets[1]}", host))
+            bridge = f"{node.name}/socket{sockets[0]}>socket{sockets[1]}"
+            links.insert(1, self._link(bridge, host, node=node.name))
         return links
 
     # --- Between nodes ---
@@ -216,7 +222,7 @@ class Network:
             # TCP over a card made for RDMA fills it sooner than RDMA would.
             weight = 1.0 if protocol == nic.kind else efficiency(nic.kind) / efficiency("tcp")
         name = f"{node.name}/{card}>fabric" if outward else f"fabric>{node.name}/{card}"
-        link = self._link(name, rate)
+        link = self._link(name, rate, node=node.name)
         self._cards.add(link)
         return link, weight
 
@@ -261,6 +267,11 @@ class Network:
     def seconds_by_link(self, transfer: Transfer) -> dict[int, float]:
         """Seconds that the bytes of a transfer take on each of its links."""
         return {link: num_bytes / self.links[link].capacity_bytes_per_s for link, num_bytes in transfer.loads}
+
+    def in_place_of(self, link: int, node: str) -> int:
+        """The link of another node that is there what a link of a node is on its own; itself, where no path crosses that."""
+        own = self.links[link]
+        return link if own.node is None else self._by_name.get(own.name.replace(f"{own.node}/", f"{node}/", 1), link)
 
     def crosses_nodes(self, transfer: Transfer) -> bool:
         """Whether any byte of a transfer goes from one node to another."""

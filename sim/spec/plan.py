@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -156,6 +156,18 @@ class Pipeline:
     def sequences(self) -> int:
         """Sequences it takes in one iteration."""
         return self.micro_batch * self.micro_batches
+
+    @property
+    def build(self) -> Hashable:
+        """All that it is, but for its devices: pipelines of one build do the same, each on its own."""
+        stages = [
+            (*(getattr(s, name) for name in _SAID_OF_STAGES), *((len(r.devices), r.sequences) for r in s.replicas))
+            for s in self.stages
+        ]
+        return self.micro_batch, self.micro_batches, tuple(stages)
+
+
+_SAID_OF_STAGES = tuple(each.name for each in fields(Stage) if each.name != "replicas")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.alike import alike
+import sim.cost.estimate
+from sim.alike import Islands, alike, islands
+from sim.cost.estimate import Estimate
 from sim.cost.network import Network, Transfer
 from sim.engine import condensed, simulate
 from sim.metrics import cost, report
 from sim.simulation import simulation
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, LinkOverride
 from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.program import SendActivation
 from sim.spec.trace import Trace
+from sim.spec.transformer import Moe
 from tests.strategies import worlds
 from tests.worlds import ethernet_cluster, plan, simulate_every_lane, stage
 
@@ -142,3 +145,61 @@ def test_what_two_pipelines_meet_sets_them_apart() -> None:
     assert alike(["a", "a", "a"], [[one], [other], [third]], [], [1.0] * 10)[0] == [0, 0, 2]
     shared = Transfer(((0, 1.0),), 0.0, 1.0)
     assert alike(["a", "a"], [[one], [other]], [shared], [1.0] * 10)[0] == [0, 1]
+
+
+# --- Islands: known before any transfer is ---------------------------------------------------------------------------
+
+
+@given(world=worlds(), copies=st.integers(2, 4), nodes_too=st.booleans())
+def test_an_estimate_of_one_island_is_that_of_all(world: tuple[Cluster, Plan], copies: int, nodes_too: bool) -> None:
+    cluster, plan = copied(*world, copies, nodes_too)
+    found = Estimate(plan, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.cost.estimate, "islands", lambda plan, cluster: Islands(range(len(plan.pipelines)), {}))
+        true = Estimate(plan, cluster)
+    assert found.iteration_s() == pytest.approx(true.iteration_s(), rel=1e-9)
+    assert found.alike == true.alike and found.breakdown() == pytest.approx(true.breakdown(), rel=1e-6, abs=1e-12)
+    assert found.cost().energy_j == pytest.approx(true.cost().energy_j, rel=1e-9)
+
+
+def test_copies_on_nodes_of_their_own_are_islands() -> None:
+    cluster, copies = copied(*small(), 3, True)
+    nodes = {"n0c1": "n0c0", "n1c1": "n1c0", "n0c2": "n0c0", "n1c2": "n1c0"}
+    assert islands(copies, cluster) == Islands([0, 0, 0], nodes)
+
+
+def test_pipelines_that_share_a_node_are_on_one_island() -> None:
+    cluster = ethernet_cluster([2, 2, 2, 2], 1e3)
+
+    def pipeline(a: str, b: str) -> list[Stage]:
+        return [stage(a, (0, 1)), stage(b, (1, 2))]
+
+    crossed = plan([pipeline("n0/0", "n1/0"), pipeline("n0/1", "n1/1"), pipeline("n2/0", "n3/0"), pipeline("n2/1", "n3/1")], 2)
+    assert islands(crossed, cluster) == Islands([0, 1, 0, 1], {"n2": "n0", "n3": "n1"})
+    chained = plan([pipeline("n0/0", "n1/0"), pipeline("n1/1", "n2/0"), pipeline("n2/1", "n3/0")], 2)
+    assert islands(chained, cluster) == Islands([0, 1, 2], {})
+    turned = plan([pipeline("n0/0", "n1/0"), pipeline("n3/0", "n2/0")], 2)
+    assert islands(turned, cluster).pipelines == [0, 1]  # the order of nodes is that in which rings go round
+
+
+def test_what_tells_nodes_apart_tells_islands_apart() -> None:
+    cluster, copies = copied(*small(), 2, True)
+    first, *others = cluster.nodes
+    own = Islands(range(2), {})
+    for other in (
+        replace(cluster, link_overrides=(LinkOverride("n0c0/nic0>fabric", 5e2),)),
+        replace(cluster, fabric=replace(cluster.fabric, oversubscription=2.0)),
+    ):
+        assert islands(copies, other) == own
+    assert first.nic is not None
+    slow = replace(first, nic=replace(first.nic, bandwidth_bytes_per_s=500.0))
+    for other in (replace(cluster, nodes=(slow, *others)), replace(cluster, device_speeds=(("n0c0/0", 0.5),))):
+        assert islands(copies, other) == Islands([0, 1], {})
+
+
+def test_pipelines_that_share_experts_are_on_one_island() -> None:
+    cluster, copies = copied(*small(), 4, True)
+    moe = replace(copies.transformer, experts=Moe(experts=2, ffn=8, top_k=1))
+    copies = replace(copies, model=moe, expert_parallel=2)
+    assert islands(copies, cluster).pipelines == [0, 1, 0, 1]
+    assert Estimate(copies, cluster).iteration_s() == pytest.approx(simulate_every_lane(copies, cluster).iteration_s, rel=1e-9)
