@@ -91,6 +91,23 @@ class CountProgress:
 
 
 @contextmanager
+def waiting_progress(what: str) -> Iterator[None]:
+    """Shows that something is done, and for how long, of which nobody knows how far it is."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    progress.add_task(what)
+    with _shown_after_patience(progress):
+        yield
+
+
+@contextmanager
 def count_progress(what: str, total: int) -> Iterator[CountProgress]:
     """A callback that is called once for each of `total` that is done."""
     progress = Progress(

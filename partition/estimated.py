@@ -2,7 +2,7 @@
 
 That takes twenty seconds to a minute, which a search may not have, and that of the exact ones (`sim.cost.estimate`) some more.
 So a process of its own does it (`python -m partition.estimated`), which outlives the search where it must: what it compiles is
-kept on disk, and the next search has it.
+kept on disk, and the next search has it. The commands wait for it before they search (`compile_once`).
 """
 
 from __future__ import annotations
@@ -104,6 +104,14 @@ def _source(module: str) -> Path:
     found = find_spec(module)
     assert found is not None and found.origin is not None
     return Path(found.origin)
+
+
+def compile_once() -> None:
+    """Nothing; returns when the arithmetic is compiled, by whichever process is at it, or cannot be."""
+    while not (is_compiled() and is_exact_compiled()):
+        if _compile_beside().wait() != BUSY:
+            return
+        time.sleep(POLL_S)
 
 
 def _compile_beside() -> subprocess.Popen[bytes]:

@@ -305,14 +305,18 @@ Planner: TypeAlias = Callable[[Search], None]
 PLANNERS: dict[str, Planner] = {}
 """All registered planners by name."""
 
+ESTIMATING: set[str] = set()
+"""The planners that ask estimates, whose arithmetic is compiled once on a machine (`partition.estimated`)."""
+
 CHOOSERS: set[str] = set()
 """The planners that leave GPUs out by what these cost or take, where the objective counts it, and not for speed alone."""
 
 
-def register(name: str, chooses_gpus: bool = False) -> Callable[[Planner], Planner]:
+def register(name: str, chooses_gpus: bool = False, estimates: bool = False) -> Callable[[Planner], Planner]:
     """A decorator that enters a planner in the registry. Raises InputError for a name that is taken.
 
-    One that `chooses_gpus` leaves GPUs out by what they cost or take: it has the whole cluster first, and for longest.
+    One that `chooses_gpus` leaves GPUs out by what they cost or take: it has the whole cluster first, and for longest. One that
+    `estimates` is quicker, and finds more, once what estimates need is compiled.
     """
 
     def enter(planner: Planner) -> Planner:
@@ -321,6 +325,8 @@ def register(name: str, chooses_gpus: bool = False) -> Callable[[Planner], Plann
         PLANNERS[name] = planner
         if chooses_gpus:
             CHOOSERS.add(name)
+        if estimates:
+            ESTIMATING.add(name)
         return planner
 
     return enter

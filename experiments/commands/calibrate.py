@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.commands.options import ClusterFile, ReportFile, Seed, files_behind
+from experiments.compilation import ESTIMATE, compile_first
 from experiments.exits import tell_error
 from experiments.output import outputs
 from sim.spec.bench import read_bench
@@ -119,6 +120,8 @@ def calibrate(
     elsewhere = told.runs_elsewhere(runs, where) if runs is not None else []
     ran = [(str(path), read_trace(path)) for path in given]
     measured = [(str(path), read_bench(path)) for path in benches]
+    if ran:
+        compile_first(ESTIMATE)
     found = calibrated(where, ran, measured, holdout, seed, several_models, elsewhere)
     text = cluster_yaml(found.cluster)
     if found.cluster.calibration is None:

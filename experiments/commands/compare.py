@@ -29,6 +29,7 @@ from experiments.commands.options import (
 )
 from experiments.comparison import Cell, Outcome, history_rows, kept, ranking, ratio_to_best, row, rows_csv, rows_json
 from experiments.comparison import compare as run_comparison
+from experiments.compilation import compile_first
 from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import Outputs, check_folder, outputs
@@ -160,6 +161,7 @@ def compare(
     earlier = kept(cells, keep) if keep is not None else 0
     if earlier:
         files.say(f"continues in {out}: {earlier} of {len(cells)} searches were finished before\n")
+    compile_first(*names, judge)
     with count_progress(f"{len(cells)} searches of {limit_s:g} s at most", len(cells)) as progress:
         searched, interrupted = run_comparison(cells, processes, progress, keep)
     published = [judge_peer(peer, place, judge, chosen[0], aim.name) for place in places for peer in peers_on(place, job)]

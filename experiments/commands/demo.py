@@ -12,6 +12,7 @@ import typer
 
 from experiments.commands.options import Budget, Seed, budget_s
 from experiments.commands.run import draw_run, run_told, show_run
+from experiments.compilation import compile_first
 from experiments.exits import FAILED, INTERRUPTED, tell_error
 from experiments.measured import run_json
 from experiments.output import Outputs, check_folder, outputs
@@ -41,7 +42,7 @@ def demo(out: Folder = Path("results/demo"), budget: Budget = "4s", seed: Seed =
     a trace for Perfetto. Then four processes on this machine's CPUs train a
     small Llama by an asymmetric plan; below run/ lie the report, the trace,
     and the measured timeline above the simulated one. Takes two minutes on
-    two cores.
+    two cores, and another where nothing is compiled yet.
 
     Example:
 
@@ -55,6 +56,7 @@ def demo(out: Folder = Path("results/demo"), budget: Budget = "4s", seed: Seed =
     examples = hexiscale.cluster_folder().parent
     searches = hexiscale.cells(hexiscale.cluster_folder(), limit_s, seed)
     total = sum(len(entries) for _, entries in searches)
+    compile_first(*hexiscale.PLANNERS)
     with count_progress(f"{total} searches of {limit_s:g} s, and as many simulations", 2 * total) as progress:
         found = hexiscale.run(out, limit_s, seed, progress, searches)
     if found.interrupted:

@@ -19,6 +19,7 @@ from experiments.commands.options import (
     files_behind,
     on_stack,
 )
+from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.explain import explain as explained
 from experiments.explain import explanation_table, one_more
@@ -86,6 +87,7 @@ def explain(
     with errors_about(plan):
         told = explained(what, where, seed, partial(count_progress, "changes simulated"))
     if limit_s is not None:
+        compile_first(planner)
         more = one_more(what, where, planner, limit_s, seed, partial(count_progress, f"searches of {limit_s:g} s"))
     files.write("--json", json.dumps(explanation_table(told, more), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     files.say(f"one iteration takes {seconds(told.trace.iteration_s)}")

@@ -29,6 +29,7 @@ from experiments.commands.options import (
     whole_number,
 )
 from experiments.commands.run import needing_torch, run_told
+from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.output import check_folder, console
 from experiments.pacing import pace, write_pace
@@ -204,6 +205,7 @@ def _chosen(folder: Path, cluster: Cluster, job: Job, count: int, limit_s: float
     if known:
         return [read_plan(path) for path in known]
     found: dict[str, Plan] = {}
+    compile_first(*PLANNERS)
     for planner in PLANNERS:
         with search_progress(limit_s) as progress:
             result = search_plan(cluster, job, planner, simulation(cluster, job, seed), limit_s, seed, progress)

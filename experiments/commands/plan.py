@@ -33,6 +33,7 @@ from experiments.commands.options import (
     read_job,
     read_objective,
 )
+from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import Outputs, outputs
@@ -162,6 +163,7 @@ def plan(
     aim.check(where)
     files.spare(files_behind(where, model))
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
+    compile_first(planner, judge)
     with search_progress(limit_s) as progress:
         result = search_plan(where, job, planner, make_judge(where, job, seed), limit_s, seed, progress, aim)
     by = _By(planner, judge, seed, limit_s, aim)

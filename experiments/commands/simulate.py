@@ -24,6 +24,7 @@ from experiments.commands.options import (
     on_stack,
     whole_number,
 )
+from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
 from experiments.judges import judge_named
 from experiments.output import outputs
@@ -156,6 +157,7 @@ def simulate(
                 done = simulate_plan(what, where, seed=seed, jitter=jitter)
             measures = report(done, where, time.perf_counter() - began)
         else:
+            compile_first(judge)
             verdict = make_judge(where, what.job(), seed)(what)
             assert isinstance(verdict, Cost)  # its memory fits
             measures = cost_report(verdict, time.perf_counter() - began, where)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.options import Seed, budget_s, whole_number
+from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.journal import CSV, JOURNAL, PARQUET, Head, Journal, tables_there, write_tables
 from experiments.output import Outputs, check_folder, outputs
@@ -125,6 +126,7 @@ def carry_out(
             files.say(f"continues in {out}: {earlier:,} of {len(runs):,} runs were finished before\n")
         interrupted = False
         if earlier < len(runs):
+            compile_first(*{name for run in runs.values() for name in (run.planner, run.judge)})
             with count_progress(f"{len(runs):,} runs", len(runs)) as progress:
                 for _ in range(earlier):
                     progress()

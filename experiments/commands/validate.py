@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.commands.options import whole_number
+from experiments.compilation import ESTIMATE, compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.output import outputs
 from experiments.progress import count_progress
@@ -178,6 +179,7 @@ def validate(
     chosen = None if constants is None else read_constants(constants)
     measured, failed = _chosen(source, path, read_runs(path), [] if failed_path is None else read_failures(failed_path))
     calibration_ids = frozenset[str]()
+    compile_first(ESTIMATE)
     if fit:
         from experiments.fitting import fit as fit_constants
 

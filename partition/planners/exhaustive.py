@@ -78,7 +78,7 @@ Share: TypeAlias = tuple[int, int]
 """What a pipeline takes of the batch: the size of its micro-batches and their number."""
 
 
-@register("exhaustive")
+@register("exhaustive", estimates=True)
 def exhaustive(search: Search) -> None:
     """Has the ten fastest plans of the whole space judged, by estimate. Raises InputError where the space is too large."""
     nodes = usable_nodes(search)

@@ -181,7 +181,7 @@ class Candidate:
 # --- The planner -----------------------------------------------------------------------------------------------------
 
 
-@register("metis")
+@register("metis", estimates=True)
 def metis(search: Search) -> None:
     """Estimates the balanced plans of all ways to cut all sequences of the GPUs, and has the best of them judged."""
     nodes = usable_nodes(search)

@@ -208,7 +208,7 @@ Pipes: TypeAlias = list[list[tuple[str, ...]]]
 """A layout's pipelines while a move changes them."""
 
 
-@register("motley", chooses_gpus=True)
+@register("motley", chooses_gpus=True, estimates=True)
 def motley(search: Search) -> None:
     """Descends among deals, anneals layouts, tunes the best of different shapes, and has the finalists judged."""
     nodes = usable_nodes(search)

@@ -62,6 +62,23 @@ def test_it_is_waited_for_until_it_is_compiled(monkeypatch: pytest.MonkeyPatch) 
     assert Preparation(WORLD, JOB).estimates(30.0) is not None and len(asked) == 4
 
 
+@pytest.mark.parametrize(("codes", "left"), [([0], 0), ([estimated.BUSY, estimated.BUSY, 0], 0), ([1, 0], 1)])
+def test_whoever_waits_has_it_compiled_or_knows_that_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], left: int
+) -> None:
+    done: list[int] = []
+
+    class Process:
+        def wait(self) -> int:
+            done.append(codes.pop(0))
+            return done[-1]
+
+    monkeypatch.setattr(estimated, "is_compiled", lambda: 0 in done)
+    monkeypatch.setattr(estimated, "_compile_beside", Process)
+    estimated.compile_once()
+    assert len(codes) == left
+
+
 def test_one_process_at_a_time_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimated.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(estimated.os, "nice", lambda by: None)
