@@ -1,7 +1,9 @@
 """Fitting the constants of software stacks on published runs: bounded, robust least squares on logarithms of times and bytes.
 
 A stack's constants are few and shared by all its runs, on every GPU kind. Each is held near its starting point by a prior, so
-that what the runs do not tell stays as it was. GPU kinds come first: their efficiency records are fitted on micro-benchmarks
+that what the runs do not tell stays as it was. A stack and its variants, which differ from it in kernels alone
+(`Stack.variant_of`), are fitted together: a variant has its own rates of kernels, held near those of the stack, and all other
+constants of time in common with it. GPU kinds come first: their efficiency records are fitted on micro-benchmarks
 (`experiments.fit_pieces`), and are taken as they are here, but for those of which there is no micro-benchmark: the runs of the
 stack that has most of them then decide by what factor their matmul rate is off.
 """
@@ -124,9 +126,16 @@ MEMORY_PARAMETERS = (
 """What the peak memory of runs decides."""
 
 
+OF_KERNELS = ("matmul_scale", "attention_scale", "memory_traffic")
+"""The constants of time that variants of a stack have for themselves."""
+
+MOST_APART = 10.0
+"""By what factor they differ from the stack's at most."""
+
+
 @dataclass(frozen=True)
 class Task:
-    """What one stack is fitted on."""
+    """What one stack and its variants are fitted on."""
 
     stack: Stack
     runs: tuple[Run, ...]
@@ -136,11 +145,15 @@ class Task:
     """Efficiency records and links, as the micro-benchmarks have them."""
     free: tuple[str, ...] = ()
     """Efficiency records whose matmul rate the runs decide."""
+    variants: tuple[Stack, ...] = ()
 
 
 @dataclass(frozen=True)
 class FittedStack:
-    """A stack with its fitted constants, factors on the matmul rates of the free records, and how well the runs are met."""
+    """A stack with its fitted constants, factors on the matmul rates of the free records, and how well the runs are met.
+
+    Runs of its variants count as its own.
+    """
 
     stack: Stack
     factors: Mapping[str, float]
@@ -149,6 +162,8 @@ class FittedStack:
     """Mean absolute relative error of the iteration times that it was fitted on."""
     weighed: int
     memory_error: float
+    variants: tuple[Stack, ...] = ()
+    """Fitted, too."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +207,8 @@ def fit(
     by_stack, records = _by_stack(usable)
     failed: dict[str, list[Run]] = {}
     for row in _usable(out_of_memory, known)[0]:
-        failed.setdefault(row.cluster.stack.name, []).append(row.run)
+        failed.setdefault(_family(row.cluster.stack), []).append(row.run)
+    variants = _variants(usable, anew)
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
     if not anew:  # rates that runs decided belong to the stacks that keep their values, and stay as they are shipped with them
         pieces = {**pieces, **{record: one for record, one in efficiencies().items() if not rates_measured(one)}}
@@ -212,6 +228,7 @@ def fit(
                 tuple(failed.get(name, ())),
                 constants,
                 tuple(sorted(record for record, owner in owners.items() if owner == name)),
+                tuple(variants.get(name, ())),
             )
             for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
             if name in names
@@ -228,7 +245,7 @@ def fit(
         raise InputError(f"--fit: no run can be fitted on: none of {len(calibration)} has a speed or a peak memory to be met")
     held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
-    kept |= {one.stack.name: one.stack for one in fitted}
+    kept |= {each.name: each for one in fitted for each in (one.stack, *one.variants)}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
     return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory))
@@ -257,12 +274,12 @@ def _why_none(refusals: Sequence[str]) -> str:
 
 
 def _by_stack(rows: Iterable[Modelled]) -> tuple[dict[str, list[Run]], dict[str, Counter[str]]]:
-    """The runs of every stack; and of every efficiency record without micro-benchmarks how many of them each stack has."""
+    """The runs of every stack and its variants; and how many of them are on each efficiency record without micro-benchmarks."""
     by_stack: dict[str, list[Run]] = {}
     records: dict[str, Counter[str]] = {}
     names = {record: name for name, record in efficiencies().items()}
     for row in rows:
-        name = row.cluster.stack.name
+        name = _family(row.cluster.stack)
         by_stack.setdefault(name, []).append(row.run)
         for kind in dict.fromkeys(node.gpu for node in row.cluster.nodes):
             if kind.efficiency in names and not rates_measured(kind.efficiency):
@@ -270,33 +287,71 @@ def _by_stack(rows: Iterable[Modelled]) -> tuple[dict[str, list[Run]], dict[str,
     return by_stack, records
 
 
+def _family(software: Stack) -> str:
+    """The stack together with which one is fitted: that of which it is a variant, or itself."""
+    return software.variant_of or software.name
+
+
+def _variants(rows: Iterable[Modelled], anew: bool) -> dict[str, list[Stack]]:
+    """For each stack those of its variants that some runs were made with, in the order of the file."""
+    met = {row.cluster.stack.name for row in rows}
+    found: dict[str, list[Stack]] = {}
+    for name, software in stacks().items():
+        if software.variant_of and name in met:
+            found.setdefault(software.variant_of, []).append(_unfitted(software) if anew else software)
+    return found
+
+
 def fit_stack(task: Task) -> FittedStack:
-    """The stack of a task, fitted: times first, then bytes. A constant that no run speaks of keeps its value."""
+    """The stack of a task and its variants, fitted: times first, then bytes. A constant that no run speaks of keeps its value."""
     known = read_assumptions()
+    variants = {variant.name: variant for variant in task.variants}
     found = [modelled(run, known) for run in task.runs]
-    usable = [row for row in found if isinstance(row, Modelled)]
-    # Begun from the task's stack alone, so that the answer is the same whatever is shipped.
-    usable = [replace(row, cluster=replace(task.constants.applied(row.cluster), stack=task.stack)) for row in usable]
+    # Begun from the task's stacks alone, so that the answer is the same whatever is shipped.
+    usable = [
+        replace(row, cluster=replace(task.constants.applied(row.cluster), stack=variants.get(row.cluster.stack.name, task.stack)))
+        for row in found
+        if isinstance(row, Modelled)
+    ]
     work = {row.run.id: RUN_WORK + instruction_estimate(row.plan) / len(row.plan.pipelines) for row in usable}
     timed = sorted((row for row in usable if published_speed(row.run)), key=lambda row: work[row.run.id])
     within = sum(total <= MOST_WORK for total in accumulate(work[row.run.id] for row in timed))
     timed = timed[: max(within, FEWEST_RUNS)]
-    stack, factors, count, time_error = _fit_times(task, timed)
+    members, factors, errors = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
-    stack, weighed, memory_error = _fit_bytes(stack, usable, out_of_memory)
-    told = []
-    if count:
-        told.append(f"times of {count} runs, met within {time_error:.3f} on average")
-    if weighed:
-        met = "" if math.isnan(memory_error) else f", met within {memory_error:.3f} on average"
-        told.append(f"memory of {weighed} runs{met}")
-    source = f"fitted on {'; '.join(told)}" if told else stack.source
-    return FittedStack(replace(stack, source=source), factors, count, time_error, weighed, memory_error)
+    fitted: list[Stack] = []
+    weighed, memory_errors = 0, list[float]()
+    for begun, member in zip((task.stack, *task.variants), members, strict=True):
+        own = [row for row in usable if row.cluster.stack == begun]
+        failed = [row for row in out_of_memory if variants.get(row.cluster.stack.name, task.stack) == begun]
+        met = errors.get(begun.name, ())
+        if fitted:  # a variant whose memory no run speaks of has that of its stack
+            member = _with_constants(member, {p.name: getattr(fitted[0], p.name) for p in MEMORY_PARAMETERS})
+        member, count, missed = _fit_bytes(member, own, failed)
+        told = [f"times of {len(met)} runs, met within {np.mean(met):.3f} on average"] if len(met) else []
+        if count:
+            within_error = f", met within {np.mean(missed):.3f} on average" if missed else ""
+            told.append(f"memory of {count} runs{within_error}")
+        beside = f" with {begun.variant_of}" if begun.variant_of else " with its variants" if variants else ""
+        source = f"fitted{beside} on {'; '.join(told)}" if told else begun.source
+        fitted.append(replace(member, source=source))
+        weighed, memory_errors = weighed + count, [*memory_errors, *missed]
+    times = [error for met in errors.values() for error in met]
+    return FittedStack(
+        fitted[0],
+        factors,
+        len(times),
+        float(np.mean(times)) if times else math.nan,
+        weighed,
+        float(np.mean(memory_errors)) if memory_errors else math.nan,
+        tuple(fitted[1:]),
+    )
 
 
-def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str, float], int, float]:
-    """The stack, the factors of the free records, how many runs there were, and their mean error."""
-    estimates: list[tuple[Estimate, float, dict[str, GpuKind], str]] = []
+def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mapping[str, float], Mapping[str, Sequence[float]]]:
+    """The stack and its variants, the factors of the free records, and by how much the runs of each are missed, by its name."""
+    members = (task.stack, *task.variants)
+    estimates: list[tuple[Estimate, float, dict[str, GpuKind], str, int]] = []
     for row in rows:
         check_interrupt()
         try:
@@ -306,42 +361,51 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[Stack, Mapping[str
         except InputError:
             continue  # what cannot be modelled is told by `motley validate`
         kinds = {node.gpu.name: node.gpu for node in row.cluster.nodes}
-        estimates.append((estimate, seconds, kinds, row.run.source_key))
+        estimates.append((estimate, seconds, kinds, row.run.source_key, members.index(row.cluster.stack)))
     if not estimates:
-        return task.stack, {}, 0, math.nan
+        return list(members), {}, {}
     shipped = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
     free = {name: (record, without_factor(record)) for name, record in shipped.items()}
-    parameters = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
+    shared = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
+    own = [p for p in shared if p.name in OF_KERNELS]
 
-    def constants(logarithms: Any) -> tuple[Stack, dict[Efficiency, Efficiency]]:
-        values = np.exp(logarithms).tolist()
-        changed = _with_constants(task.stack, {p.name: value for p, value in zip(parameters, values, strict=False)})
-        factors = zip(free.values(), values[len(parameters) :], strict=True)
+    def constants(logarithms: Any) -> tuple[list[Stack], dict[Efficiency, Efficiency]]:
+        values = iter(np.exp(logarithms).tolist())
+        common = {p.name: next(values) for p in shared}
+        changed = [_with_constants(task.stack, common)]
+        for variant in task.variants:
+            apart = {p.name: min(max(common[p.name] * next(values), p.least), p.most) for p in own}
+            changed.append(_with_constants(variant, common | apart))
+        factors = zip(free.values(), values, strict=True)
         return changed, {record: with_factor(begun, factor) for (record, begun), factor in factors}
 
     def errors(logarithms: Any) -> Any:
         check_interrupt()
         changed, records = constants(logarithms)
         predicted = []
-        for estimate, _, kinds, _ in estimates:
+        for estimate, _, kinds, _, member in estimates:
             renewed = {
                 name: replace(kind, efficiency=records[kind.efficiency])
                 for name, kind in kinds.items()
                 if kind.efficiency in records
             }
-            predicted.append(estimate.iteration_s(renewed, changed))
+            predicted.append(estimate.iteration_s(renewed, changed[member]))
         return np.log(predicted) - measured
 
-    measured = np.log([seconds for _, seconds, _, _ in estimates])
+    measured = np.log([seconds for _, seconds, _, _, _ in estimates])
+    # A variant's own constants are told as multiples of the stack's, which they equal before any run says else.
+    apart = [replace(p, middle=1.0, least=1 / MOST_APART, most=MOST_APART, further_starts=()) for p in own]
     factors = tuple(Parameter(name, 1.0, 0.4, 2.5, 0.2) for name in free)
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
-    counts = Counter(source for _, _, _, source in estimates)
-    weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source in estimates])
-    solution = _solve(errors, (*parameters, *factors), len(estimates), weights)
+    counts = Counter(source for _, _, _, source, _ in estimates)
+    weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source, _ in estimates])
+    solution = _solve(errors, (*shared, *apart * len(task.variants), *factors), len(estimates), weights)
     changed, _ = constants(solution)
-    found = dict(zip(free, np.exp(solution[len(parameters) :]).tolist(), strict=True))
-    error = float(np.mean(np.abs(np.expm1(errors(solution)))))
-    return _rounded(changed, parameters), found, len(estimates), error
+    found = dict(zip(free, np.exp(solution[len(solution) - len(free) :]).tolist(), strict=True))
+    missed: dict[str, list[float]] = {}
+    for (_, _, _, _, member), error in zip(estimates, np.abs(np.expm1(errors(solution))).tolist(), strict=True):
+        missed.setdefault(members[member].name, []).append(error)
+    return [_rounded(each, shared) for each in changed], found, missed
 
 
 def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
@@ -375,8 +439,8 @@ def _first_lane(plan: Plan) -> list[tuple[str, ...]]:
     return [replica.devices for _, _, _, replica in islice(plan.replicas(), 1)]
 
 
-def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, float]:
-    """The stack, how many runs there were, and the mean error of those whose peak memory is published.
+def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, list[float]]:
+    """The stack, how many runs there were, and by how much those are missed whose peak memory is published.
 
     Of a run that went well and says no more, all that is known is that it fitted, and of one that ran out of memory that it did
     not: they miss by what they are on the wrong side. Runs that fitted count as much together as those that did not.
@@ -385,7 +449,7 @@ def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled
     fitted = [row for row in rows if not row.run.peak_mem_gb] if failed else []
     told = [*weighed, *fitted, *failed]
     if not told:
-        return stack, 0, math.nan
+        return stack, 0, []
     logarithms = np.log([measured_peak_bytes(row.run) for row in weighed])
     capacity = np.log([min(node.gpu.memory_bytes for node in row.cluster.nodes) for row in (*fitted, *failed)])
     sides = np.array([1.0] * len(fitted) + [-1.0] * len(failed))
@@ -404,8 +468,7 @@ def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled
 
     solution = _solve(errors, MEMORY_PARAMETERS, len(told))
     met = errors(solution)[: len(weighed)]
-    error = float(np.mean(np.abs(np.expm1(met)))) if weighed else math.nan
-    return _rounded(constants(solution), MEMORY_PARAMETERS), len(told), error
+    return _rounded(constants(solution), MEMORY_PARAMETERS), len(told), np.abs(np.expm1(met)).tolist()
 
 
 def _peak(plan: Plan, software: Stack) -> int:

@@ -83,6 +83,8 @@ class Stack:
     with 4,096 tokens a sequence, in the runs of SimuMax (Megatron-LM, B200), which print both."""
     context_bytes: float = 1.0 * 2**30
     """The CUDA context, workspaces of libraries."""
+    variant_of: str = ""
+    """The stack that it is but for some of its kernels; fits give the two all other constants of time in common."""
     source: str = ""
     """What its constants were fitted on or derived from."""
 

@@ -64,7 +64,7 @@ software = st.builds(
     logits_scale=scales,
     context_bytes=st.just(0.0) | four_digits(1.0, 1e6).map(lambda mebibytes: mebibytes * 2**20),
     source=said,
-)
+).map(lambda written: replace(written, variant_of=stacks().get(written.name, written).variant_of))
 records = st.builds(
     Efficiency,
     matmul_fraction=fractions,

@@ -89,11 +89,14 @@ def test_a_stack_comes_after_the_one_whose_runs_decide_the_factor_of_its_kind(mo
     monkeypatch.setattr(fitting, "in_processes", found)
     monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
     monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
-    fitting.fit([run for run in read_runs(PUBLISHED) if run.source_key == "torchtitan"], [], 0, 0.0)
+    titan = [run for run in read_runs(PUBLISHED) if run.source_key == "torchtitan"]
+    other = next(run for run in read_runs(PUBLISHED) if run.source_key == "fmsfsdp")
+    fitting.fit([*titan, replace(other, gpu_type=titan[0].gpu_type)], [], 0, 0.0)
     assert [[(task.stack.name, task.free) for task in tasks] for tasks in rounds] == [
         [("torchtitan", ("hopper-500w",))],
-        [("torchtitan-rowwise", ())],
+        [("fms-fsdp", ())],
     ]
+    assert [[variant.name for variant in task.variants] for tasks in rounds for task in tasks] == [["torchtitan-rowwise"], []]
     begun = without_factor(efficiencies()["hopper-500w"])
     of_each = [tasks[0].constants.efficiencies["hopper-500w"] for tasks in rounds]
     assert of_each == [begun, told_factor(begun, 0.9, "torchtitan")]
@@ -225,6 +228,26 @@ def test_runs_that_cannot_be_fitted_on_are_not_said_to_have_been(monkeypatch: py
     assert (told.timed, told.weighed, told.drawn) == (2, 0, 4)
     with pytest.raises(InputError, match=r"^--fit: no run can be fitted on: lacking: not modelled: tp; and 1 more$"):
         fitting.fit([open_, lacking], [], 0, 0.0)
+
+
+def test_a_variant_has_kernels_of_its_own_and_all_else_in_common() -> None:
+    true = replace(USUAL, matmul_scale=0.75, step_s=40e-3)
+    other = replace(true, matmul_scale=0.55)
+    rows = timed(true)
+    # By their framework rows are of a stack; those of this one are the variant's here.
+    framed = [replace(run(*shape, A100), id=f"nanotron-{shape}", framework="nanotron") for shape in SHAPES]
+    framed = [replace(row, iter_time_s=estimate(row).iteration_s(stack=other)) for row in framed]
+    variant = replace(USUAL, name="nanotron", variant_of="usual")
+    found = fit_stack(Task(USUAL, (*rows, *framed), (), Constants(), variants=(variant,)))
+    (own,) = found.variants
+    assert own.matmul_scale == pytest.approx(0.55, rel=0.04)
+    assert found.stack.matmul_scale == pytest.approx(0.75, rel=0.04)
+    assert found.stack.step_s == pytest.approx(40e-3, rel=0.04)
+    kernels = {name: getattr(own, name) for name in fitting.OF_KERNELS}
+    assert own == replace(found.stack, name="nanotron", variant_of="usual", source=own.source, **kernels)
+    assert found.timed == len(rows) + len(framed) and found.time_error < 0.02
+    assert found.stack.source.startswith(f"fitted with its variants on times of {len(rows)} runs, met within ")
+    assert own.source.startswith(f"fitted with usual on times of {len(framed)} runs, met within ")
 
 
 def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:
