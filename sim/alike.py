@@ -83,7 +83,8 @@ def islands(plan: Plan, cluster: Cluster) -> Islands:
     reductions and parameter gathers only. Where nodes that are built alike may have unlike links (measured pairs, overrides,
     several sites, oversubscribed racks) each island stands for itself.
     """
-    pipelines, nodes = plan.pipelines, cluster.nodes
+    # In the order in which rings go round them: two islands whose nodes stand otherwise are not alike.
+    pipelines, nodes = plan.pipelines, sorted(cluster.nodes, key=lambda node: node.rack or "")
     measured = cluster.bandwidth_matrix is not None or cluster.link_overrides
     if len(pipelines) < 2 or measured or cluster.fabric.oversubscription > 1 or len({node.site for node in nodes}) > 1:
         return Islands(range(len(pipelines)), {})
