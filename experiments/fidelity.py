@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,9 @@ PUBLISHED, FAILED = DATA / "published_runs.csv", DATA / "failed_runs.csv"
 """The runs that are shipped: those that were measured, and those that failed."""
 
 OUT_OF_MEMORY = r"\boom\b|out[ _-]?of[ _-]?memory|resource_exhausted|(did|does) ?n[o']t fit"
+
+LARGE_GPUS = 1024
+"""Runs on so many GPUs take a second or more each, and go to whichever process is free."""
 
 ESTIMATE, BYTES = "estimate", "memory"
 
@@ -357,6 +360,12 @@ def _size(run: Run) -> tuple[int, str, str, str]:
     return run.num_gpus or 0, run.source_key, str(run.gpu_type), f"{run.gpus_per_node} {run.inter_node_GBps_per_node}"
 
 
+def _place(task: _Task) -> Hashable:
+    """The cluster that a run is on, whose paths the first run there finds for all; None of the largest, which are few."""
+    size = _size(task.run)
+    return size if size[0] < LARGE_GPUS else None
+
+
 def replay(
     runs: Sequence[Run],
     failures: Sequence[Run] = (),
@@ -373,7 +382,7 @@ def replay(
     tasks += [_Task(run, False, True, is_out_of_memory(run.failure or ""), constants) for run in failures]
     # The largest first, so that all processes end together; those on the same cluster follow one another.
     order = sorted(range(len(tasks)), key=lambda i: _size(tasks[i].run), reverse=True)
-    found, interrupted = in_processes(_judged, [tasks[i] for i in order], processes, progress)
+    found, interrupted = in_processes(_judged, [tasks[i] for i in order], processes, progress, batch=_place)
     done = [judged for _, judged in sorted(zip(order, found, strict=True), key=lambda entry: entry[0]) if judged is not None]
     return Replay(tuple(c for compared, _ in done for c in compared), tuple(c for _, checks in done for c in checks)), interrupted
 

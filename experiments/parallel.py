@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -15,6 +15,9 @@ from partition.parallel import interrupts_held
 
 Task = TypeVar("Task")
 Done = TypeVar("Done")
+
+BATCH = 8
+"""How many tasks go to a process together at most."""
 
 _stop: Any = None
 """In a worker process: the event that the parent sets when it is interrupted."""
@@ -37,8 +40,12 @@ def in_processes(
     processes: int | None = None,
     progress: Callable[[], None] | None = None,
     interrupted_within: Callable[[Done], bool] | None = None,
+    batch: Callable[[Task], Hashable] | None = None,
 ) -> tuple[list[Done | None], bool]:
     """What the function returned for each task, in their order, and whether Ctrl-C ended the work early.
+
+    Tasks that follow one another and have the same `batch` go to one process, BATCH of them at a time, so that what one leaves
+    in memory serves the next; those of which it is None go alone.
 
     After an interrupt, tasks under way end as soon as they ask `check_interrupt`; what was not done is None. Function, tasks
     and results must be picklable. With one process the work is done in this one; `interrupted_within` then tells of a result
@@ -53,26 +60,42 @@ def in_processes(
     stop = context.Event()
     interrupted = False
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(stop,)) as pool:
-        places: dict[Future[Done | None], int] = {}
+        places: dict[Future[list[Done | None]], list[int]] = {}
         try:
             with interrupts_held():  # the first tasks start the processes
-                places.update((pool.submit(_one, function, task), i) for i, task in enumerate(tasks))
+                for part in _batches(tasks, batch):
+                    places[pool.submit(_each, function, [tasks[i] for i in part])] = part
             for future in as_completed(places):
-                results[places[future]] = future.result()
-                if progress is not None:
-                    progress()
+                for i, result in zip(places[future], future.result(), strict=True):
+                    results[i] = result
+                    if progress is not None:
+                        progress()
         except KeyboardInterrupt:
             interrupted = True
             _end(pool, stop)
-            for future, i in places.items():
+            for future, part in places.items():
                 if future.done() and not future.cancelled() and future.exception() is None:
-                    results[i] = future.result()
+                    for i, result in zip(part, future.result(), strict=True):
+                        results[i] = result
         except BrokenProcessPool:
             raise ChildProcessError("a worker process died, perhaps because memory ran out") from None
         except BaseException:
             _end(pool, stop)
             raise
     return results, interrupted
+
+
+def _batches(tasks: Sequence[Task], batch: Callable[[Task], Hashable] | None) -> list[list[int]]:
+    """The tasks, by number, that go to a process together."""
+    found: list[list[int]] = []
+    latest: Hashable = None
+    for i, task in enumerate(tasks):
+        key = None if batch is None else batch(task)
+        if key is None or key != latest or len(found[-1]) == BATCH:
+            found.append([])
+        found[-1].append(i)
+        latest = key
+    return found
 
 
 def _end(pool: ProcessPoolExecutor, stop: Any) -> None:
@@ -113,6 +136,11 @@ def _begin_worker(stop: Any) -> None:
     global _stop
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _each(function: Callable[[Task], Done], tasks: Sequence[Task]) -> list[Done | None]:
+    """What the function returns for each task."""
+    return [_one(function, task) for task in tasks]
 
 
 def _one(function: Callable[[Task], Done], task: Task) -> Done | None:

@@ -63,3 +63,20 @@ def test_a_second_interrupt_while_the_first_is_passed_on_changes_nothing(monkeyp
     results, early = in_processes(abs, [-1, -2, -3], processes=2, progress=progress)
     assert early and set(results) <= {1, 2, 3, None}
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_tasks_of_one_batch_go_to_one_process_and_all_are_counted() -> None:
+    counted: list[None] = []
+    numbers = list(range(40))
+    found, interrupted = in_processes(
+        _where, numbers, 2, lambda: counted.append(None), batch=lambda n: n // 20 if n < 30 else None
+    )
+    assert not interrupted and len(counted) == 40
+    assert [number for told in found if told for number in told[:1]] == numbers
+    by = [told[1] for told in found if told]
+    for part in (range(8), range(8, 16), range(16, 20), range(20, 28), range(28, 30)):
+        assert len({by[i] for i in part}) == 1
+
+
+def _where(number: int) -> tuple[int, int]:
+    return number, os.getpid()
