@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from experiments.judges import ESTIMATE
 from experiments.progress import waiting_progress
 from partition.estimated import compile_once, is_compiled, is_exact_compiled
 from partition.search import ESTIMATING
-
-ESTIMATE = "estimate"
-"""The judge that estimates."""
 
 TOLD = "compiling what estimates need, once on this machine (a minute or two)"
 

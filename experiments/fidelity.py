@@ -25,6 +25,7 @@ from experiments.agreement import (
 )
 from experiments.assumptions import DATA, read_assumptions
 from experiments.constants import Constants
+from experiments.judges import ESTIMATE
 from experiments.parallel import check_interrupt, in_processes
 from experiments.published import Modelled, NotModelled, modelled
 from experiments.published_rows import Run
@@ -49,7 +50,7 @@ OUT_OF_MEMORY = r"\boom\b|out[ _-]?of[ _-]?memory|resource_exhausted|(did|does) 
 LARGE_GPUS = 1024
 """Runs on so many GPUs take a second or more each, and go to whichever process is free."""
 
-ESTIMATE, BYTES = "estimate", "memory"
+BYTES = "memory"
 
 
 # --- One run ---------------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from sim.spec.reading import InputError, nearest
 
 JudgeMaker: TypeAlias = Callable[[Cluster, Job, int], Judge]
 
+ESTIMATE = "estimate"
+
 JUDGES: Mapping[str, JudgeMaker] = {
     "simulate": simulation,
-    "estimate": lambda cluster, job, seed: estimation(cluster, job),
+    ESTIMATE: lambda cluster, job, seed: estimation(cluster, job),
 }
 """By name, what makes a judge for a cluster, a job and a seed."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from partition.search import Search
 
@@ -18,6 +18,12 @@ PATIENCE_S = 2.0
 
 REFRESH_S = 0.1
 """A search may judge thousands of plans a second, and tells of its progress so often at most."""
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    """A display of these columns on standard error, which leaves nothing behind."""
+    console = Console(file=sys.stderr)
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager
@@ -62,17 +68,13 @@ class SearchProgress:
 @contextmanager
 def search_progress(budget_s: float) -> Iterator[SearchProgress]:
     """The progress callback of one search with this budget."""
-    progress = Progress(
+    progress = _progress(
         SpinnerColumn(),
         TextColumn("{task.fields[best]}"),
         TextColumn("{task.fields[rate]}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn(f"of {budget_s:g} s"),
-        console=Console(file=sys.stderr),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
     )
     callback = SearchProgress(progress, budget_s)
     with _shown_after_patience(progress):
@@ -93,14 +95,10 @@ class CountProgress:
 @contextmanager
 def waiting_progress(what: str) -> Iterator[None]:
     """Shows that something is done, and for how long, of which nobody knows how far it is."""
-    progress = Progress(
+    progress = _progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
     )
     progress.add_task(what)
     with _shown_after_patience(progress):
@@ -110,16 +108,12 @@ def waiting_progress(what: str) -> Iterator[None]:
 @contextmanager
 def count_progress(what: str, total: int) -> Iterator[CountProgress]:
     """A callback that is called once for each of `total` that is done."""
-    progress = Progress(
+    progress = _progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
     )
     callback = CountProgress(progress, what, total)
     with _shown_after_patience(progress):

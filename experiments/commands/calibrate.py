@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.commands.options import ClusterFile, ReportFile, Seed, files_behind
-from experiments.compilation import ESTIMATE, compile_first
+from experiments.compilation import compile_first
 from experiments.exits import tell_error
+from experiments.judges import ESTIMATE
 from experiments.output import outputs
 from sim.spec.bench import read_bench
 from sim.spec.cluster import cluster_yaml, read_cluster

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.commands.options import whole_number
-from experiments.compilation import ESTIMATE, compile_first
+from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
+from experiments.judges import ESTIMATE
 from experiments.output import outputs
 from experiments.progress import count_progress
 from experiments.tables import cells_markdown, cells_table, fidelity_cells
