@@ -229,7 +229,14 @@ def cell_digest(cell: Cell) -> str:
     return sha256(f"{VERSION} {_cluster_text(cell.cluster)} {told}".encode()).hexdigest()[:16]
 
 
-UNSAID = (", gradient_precision='fp32'", ", qk_norm=False", ", sharded_traffic=0.0", ", kernel_s=0.0", ", variant_of=''")
+UNSAID = (
+    ", gradient_precision='fp32'",
+    ", qk_norm=False",
+    ", sharded_traffic=0.0",
+    ", kernel_s=0.0",
+    ", variant_of=''",
+    ", mean_of=''",
+)
 """What goes without saying, as speed as the objective does: so it was before there was anything else, and names stay."""
 
 

@@ -176,7 +176,9 @@ def constants_text(constants: Constants) -> str:
         values = _table(software, Stack, renamed)
         # What is not mentioned is as shipped, or the default: it must be both.
         usual = [_table(record, Stack, renamed) for record in (Stack(name), stacks().get(name, Stack(name)))]
-        told = {key: value for key, value in values.items() if any(value != table[key] for table in usual)}
+        told = {
+            key: value for key, value in values.items() if any(value != table[key] for table in usual) and value != _quoted("")
+        }
         lines += _record_lines(name, told)
     return "\n".join(lines) + "\n"
 

@@ -246,6 +246,7 @@ def fit(
     held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {each.name: each for one in fitted for each in (one.stack, *one.variants)}
+    kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
     return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory))
@@ -334,7 +335,7 @@ def fit_stack(task: Task) -> FittedStack:
             told.append(f"memory of {count} runs{within_error}")
         beside = f" with {begun.variant_of}" if begun.variant_of else " with its variants" if variants else ""
         source = f"fitted{beside} on {'; '.join(told)}" if told else begun.source
-        fitted.append(replace(member, source=source))
+        fitted.append(replace(member, source=source, mean_of="" if told else begun.mean_of))
         weighed, memory_errors = weighed + count, [*memory_errors, *missed]
     times = [error for met in errors.values() for error in met]
     return FittedStack(
@@ -520,6 +521,17 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
 def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:
     """The stack with other values of some constants."""
     return replace(stack, **values)  # type: ignore[arg-type]  # they are those of numbers
+
+
+def mean_stack(software: Stack, known: Mapping[str, Stack]) -> Stack:
+    """The stack with the means of the constants of those that its `mean_of` names: geometric, or arithmetic where one is zero."""
+    members = [known[name] for name in software.mean_of.split(", ")]
+    values = {}
+    for parameter in (*TIME_PARAMETERS, *MEMORY_PARAMETERS):
+        of_members = np.array([getattr(member, parameter.name) for member in members])
+        mean = np.exp(np.log(of_members).mean()) if (of_members > 0).all() else of_members.mean()
+        values[parameter.name] = float(f"{mean:.3g}")
+    return _with_constants(software, values)
 
 
 def _unfitted(software: Stack) -> Stack:

@@ -85,6 +85,8 @@ class Stack:
     """The CUDA context, workspaces of libraries."""
     variant_of: str = ""
     """The stack that it is but for some of its kernels; fits give the two all other constants of time in common."""
+    mean_of: str = ""
+    """The stacks, with commas between, of whose constants it has the means: what is taken for software that nobody measured."""
     source: str = ""
     """What its constants were fitted on or derived from."""
 
@@ -178,7 +180,8 @@ def read_stack(name: str, table: Table, base: Stack | None = None) -> Stack:
     base = base or Stack(name)
     values: dict[str, object] = {}
     for field in fields(Stack):
-        default = getattr(base, field.name)
+        # A record that says figures of its own is no mean, unless it says that, too.
+        default = getattr(base, field.name) if field.name != "mean_of" else ""
         if field.name == "name":
             continue
         if field.name in STACK_UNITS:

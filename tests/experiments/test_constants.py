@@ -64,7 +64,13 @@ software = st.builds(
     logits_scale=scales,
     context_bytes=st.just(0.0) | four_digits(1.0, 1e6).map(lambda mebibytes: mebibytes * 2**20),
     source=said,
-).map(lambda written: replace(written, variant_of=stacks().get(written.name, written).variant_of))
+).map(
+    lambda written: replace(
+        written,
+        variant_of=stacks().get(written.name, written).variant_of,
+        mean_of=stacks().get(written.name, written).mean_of,
+    )
+)
 records = st.builds(
     Efficiency,
     matmul_fraction=fractions,

@@ -31,7 +31,7 @@ from sim.spec.cluster import links
 from sim.spec.counts import model_flop
 from sim.spec.gpu import efficiencies
 from sim.spec.reading import InputError
-from sim.spec.stack import Stack
+from sim.spec.stack import Stack, stacks
 
 # --- Which runs ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +248,40 @@ def test_a_variant_has_kernels_of_its_own_and_all_else_in_common() -> None:
     assert found.timed == len(rows) + len(framed) and found.time_error < 0.02
     assert found.stack.source.startswith(f"fitted with its variants on times of {len(rows)} runs, met within ")
     assert own.source.startswith(f"fitted with usual on times of {len(framed)} runs, met within ")
+
+
+def test_a_mean_is_geometric_where_it_can_be() -> None:
+    known = {"a": Stack("a", matmul_scale=0.5, tensor_overlap=0.4, step_s=1e-3), "b": Stack("b", matmul_scale=2.0, step_s=9e-3)}
+    mean = fitting.mean_stack(Stack("mean", flash_attention=False, mean_of="a, b", source="said"), known)
+    assert (mean.matmul_scale, mean.tensor_overlap, mean.step_s) == (1.0, 0.2, 3e-3)
+    assert (mean.name, mean.flash_attention, mean.source) == ("mean", False, "said")
+
+
+def test_the_shipped_mean_is_that_of_its_stacks() -> None:
+    (shipped,) = (one for one in stacks().values() if one.mean_of)
+    found = fitting.mean_stack(shipped, stacks())
+    for parameter in (*TIME_PARAMETERS, *fitting.MEMORY_PARAMETERS):
+        assert getattr(shipped, parameter.name) == pytest.approx(getattr(found, parameter.name), rel=1e-3, abs=0), parameter.name
+    assert all(stacks()[name].flash_attention for name in shipped.mean_of.split(", "))
+
+
+def test_means_follow_their_stacks_until_runs_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        return [FittedStack(replace(task.stack, matmul_scale=0.5, mean_of=""), {}, 1, 0.0, 0, 0.0) for task in tasks], False
+
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
+    monkeypatch.setattr(fitting, "fit_links", lambda path: (links(), None))
+    titan = replace(run(*SHAPES[0], A100), framework="torchtitan")
+    shipped = stacks()["typical"]
+    mean = parse_constants(fitting.fit([titan], [], 0, 0.0, anew=False).constants_text, "here").stacks["typical"]
+    assert mean.matmul_scale == pytest.approx(
+        shipped.matmul_scale * (0.5 / stacks()["torchtitan"].matmul_scale) ** (1 / 6), rel=5e-3
+    )
+    assert mean.mean_of == shipped.mean_of
+    nobody = replace(titan, framework="FSDP of our own")
+    own = parse_constants(fitting.fit([nobody], [], 0, 0.0, anew=False).constants_text, "here").stacks["typical"]
+    assert (own.matmul_scale, own.mean_of) == (0.5, "")
 
 
 def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:

@@ -539,27 +539,29 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
         return found.stack, found.zero_stage, found.sequence_parallel
 
     assert of() == ("megatron", 1, True)
-    assert of(gpu_type="H100-80GB") == ("megatron-core", 1, True)  # younger than flash attention in Megatron-LM
+    assert of(gpu_type="H100-80GB", framework="Megatron-LM") == ("megatron-core", 1, True)  # younger than its flash attention
+    assert of(gpu_type="H100-80GB") == of(gpu_type="H100-80GB", framework="in-house") == ("typical", 1, True)
     assert of(gpu_type="H100-80GB", framework="nemo 25.02") == ("nemo", 1, True)
-    assert of(framework="PyTorch FSDP") == ("composer-fsdp", 3, False)
+    assert of(framework="PyTorch FSDP") == ("typical", 3, False)
+    assert of(framework="LLM Foundry (FSDP)") == ("composer-fsdp", 3, False)
     assert of(framework="PyTorch FSDP (torch.compile)") == ("fms-fsdp", 3, False)  # the later exception decides
     # What a framework is built on says less than its own name.
     assert of(gpu_type="H100-80GB", framework="NeMo 2.0 (PyTorch Lightning)") == ("nemo", 1, True)
     assert of(framework="Megatron-LM (PyTorch 2.1)") == ("megatron", 1, True)
     assert of(framework="DeepSpeed + Accelerate") == ("megatron-deepspeed", 1, False)
-    assert of(framework="DeepSpeed ZeRO-3") == ("deepspeed-zero3", 3, False)
+    assert of(framework="DeepSpeed ZeRO-3") == ("typical", 3, False)
     for cell in ("3", "stage 3", "ZeRO-3 (16 GPUs)"):
-        assert of(framework="DeepSpeed", zero_stage_or_fsdp=cell)[0] == "deepspeed-zero3"
+        assert of(framework="DeepSpeed", zero_stage_or_fsdp=cell)[0] == "typical"
     assert of(framework="DeepSpeed", zero_stage_or_fsdp="ZeRO-1") == ("megatron-deepspeed", 1, False)
     assert of(framework="PyTorch FSDP2") == of(framework="PyTorch", zero_stage_or_fsdp="FSDP2") == ("torchtitan", 3, False)
-    for name in ("LLM Foundry", "LitGPT", "Hugging Face Transformers", "Axolotl", "OLMo", "PyTorch Lightning"):
-        assert of(framework=name) == ("composer-fsdp", 3, False)
+    for name in ("LitGPT", "Hugging Face Transformers", "Axolotl", "OLMo", "PyTorch Lightning"):
+        assert of(framework=name) == ("typical", 3, False)
         assert of(framework=name, zero_stage_or_fsdp="FSDP2")[0] == "torchtitan"
-    assert of(framework="PyTorch DDP") == ("composer-fsdp", 0, False)
-    assert of(framework="TRL", zero_stage_or_fsdp="ZeRO-3") == ("deepspeed-zero3", 3, False)
+    assert of(framework="PyTorch DDP") == ("typical", 0, False)
+    assert of(framework="TRL", zero_stage_or_fsdp="ZeRO-3") == ("typical", 3, False)
     assert of(framework="GPT-NeoX")[0] == "megatron-deepspeed" and of(framework="Levanter")[0] == "maxtext"
     # Where no framework is named, how the states are divided tells it.
-    assert of(zero_stage_or_fsdp="FSDP full_shard")[0] == of(zero_stage_or_fsdp="HSDP (shard 8)")[0] == "composer-fsdp"
+    assert of(zero_stage_or_fsdp="FSDP full_shard")[0] == of(zero_stage_or_fsdp="HSDP (shard 8)")[0] == "typical"
     assert of(framework="Megatron-LM", zero_stage_or_fsdp="FSDP")[0] == "megatron"
     assert of(framework="torchtitan", zero_stage_or_fsdp="FSDP")[0] == "torchtitan"
     assert of(framework="Megatron-LM + FlashAttention") == ("megatron-core", 1, True)  # on A100, too
