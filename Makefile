@@ -31,6 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,runtime]'
 	@touch $@
 
+# One thread a process: there are as many workers as cores, and threads that wait for one another only take time from them.
 test: $(INSTALLED)
 	@echo "== ruff"
 	@$(BIN)/python -m ruff check --quiet .
@@ -44,7 +45,7 @@ test: $(INSTALLED)
 	@echo "== import arrows"
 	@$(BIN)/lint-imports
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q -n auto --dist worksteal
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 demo: $(INSTALLED)
 	@$(BIN)/motley demo --out results/demo
