@@ -208,7 +208,8 @@ class _Row:
                 nics.append((nic.kind, nic.bandwidth_bytes_per_s, nic.gpus_per_nic))
             else:
                 carried = Fabric().efficiency(nic.kind) if assumption.node_rate == "measured" else 1.0
-                nics.append((nic.kind, own * nic.gpus_per_nic / carried, nic.gpus_per_nic))
+                cards = -(-per_node // nic.gpus_per_nic)  # the last of which may have fewer GPUs
+                nics.append((nic.kind, own * per_node / cards / carried, nic.gpus_per_nic))
         name = "+".join(f"{count}x{kind.name}" for kind, count in self.gpus)
         network = (assumption.latency_s, assumption.step_s) if many else (0.0, None)
         return _made_cluster(name, tuple(groups), per_node, tuple(nics), *network, assumption.stack)

@@ -13,6 +13,7 @@ from experiments.published import Modelled, NotModelled, modelled
 from experiments.published_rows import Run, read_failures, read_runs
 from sim.spec.cluster import links
 from sim.spec.counts import total_parameters
+from sim.spec.gpu import catalogue, is_cpu
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
@@ -471,6 +472,21 @@ def test_sailor_names_the_kinds_of_every_stage() -> None:
     assert kinds == [["RTX3090", "TITAN-RTX"], ["RTX2080", "RTX2080"]]
     carried = {n.gpu.name: n.nic.bandwidth_bytes_per_s * cluster.fabric.efficiency("ethernet") for n in cluster.nodes if n.nic}
     assert carried == pytest.approx({"RTX3090": 0.115e9, "RTX2080": 2.86e9, "TITAN-RTX": 2.86e9}, rel=0.01)
+
+
+@pytest.mark.parametrize("per_node", [1, 3, 4, 8])
+@pytest.mark.parametrize("gpu", ["V100-32GB-SXM", "T4", "H100-80GB-SXM"])
+def test_a_node_has_the_rate_that_is_published_however_many_gpus_share_a_card(gpu: str, per_node: int) -> None:
+    told = {"source_key": "nobody", "gpu_type": gpu, "gpus_per_node": per_node, "num_gpus": 2 * per_node, "dp": 2 * per_node}
+    found = made(replace(SMALL, **told, tp=1, pp=1, micro_batch=1, global_batch=2 * per_node, inter_node_GBps_per_node=25.0))  # type: ignore[arg-type]
+    rates = [node.nic.bandwidth_bytes_per_s * node.nic.count for node in found.cluster.nodes if node.nic]
+    assert rates == pytest.approx([25e9, 25e9])
+
+
+def test_what_is_assumed_of_a_kind_it_can_do() -> None:
+    for name, kind in catalogue().items():
+        assumed = ASSUMED.of(replace(SMALL, source_key="nobody", gpu_type=name, precision=None))
+        assert is_cpu(kind) or kind.peak(assumed.precision) is not None, name
 
 
 def test_a_rack_of_72_is_one_node_of_nvlink() -> None:
