@@ -42,6 +42,8 @@ class Comparison:
     """What predicted it: 'estimate' or 'simulation' for speeds, 'memory' for bytes."""
     assumed: bool = False
     """Whether something decisive is unpublished, so that the best feasible value was taken: averaged apart."""
+    assumptions: tuple[str, ...] = ()
+    """All that its row does not tell and that was taken for it, as 'vocab 50257'."""
     table: str = ""
     """The table of the source that it stands in."""
     schedule: str = ""

@@ -15,7 +15,7 @@ from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import PRECISIONS, gpu_kind
 from sim.spec.job import GRADIENT_PRECISIONS, OPTIMIZERS
 from sim.spec.plan import SCHEDULES, ZERO_STAGES
-from sim.spec.reading import Table, nearest, read_yaml
+from sim.spec.reading import InputError, Table, nearest, read_yaml
 from sim.spec.stack import stack
 
 DATA = Path(__file__).with_name("data")
@@ -49,6 +49,7 @@ class Assumption:
     vocab_multiple: int
     ffn_per_hidden: float | None
     head_dim: int | None
+    kv_heads: int | None
     precision: str
     recompute: str
     selective_layers: float | None
@@ -135,14 +136,38 @@ def _spelled(name: str) -> str:
 
 
 def _holds(entry: Mapping[str, Any], run: Run) -> bool:
-    """Whether an exception is for a run: each column of `when` contains one of its texts, and none of `unless` does."""
+    """Whether an exception is for a run: each column of `when` contains one of its texts, and none of `unless` does.
+
+    A text must begin where a word does ("ctrl" is no TRL), but in the names of GPU kinds, which are those of the catalogue.
+    """
 
     def contains(column: str, texts: Sequence[str]) -> bool:
-        found = str(getattr(run, column) or "").casefold()
-        return any(text[1:].casefold() == found if text.startswith("=") else text.casefold() in found for text in texts)
+        cell = str(getattr(run, column) or "")
+        if column == "gpu_type":
+            return any(_is_in(text, name, r"") for name in _kinds(cell) for text in texts)
+        return any(_is_in(text, cell, r"(?<![a-z])" if text[:1].isalpha() else "") for text in texts)
 
     freed = any(contains(column, texts) for column, texts in entry.get("unless", {}).items())
     return not freed and all(contains(column, texts) for column, texts in entry["when"].items())
+
+
+def _is_in(text: str, cell: str, before: str) -> bool:
+    """Whether a text is in a cell behind what matches `before`, or, after a "=", is all of it."""
+    text, cell = text.casefold(), cell.casefold()
+    return cell == text[1:] if text.startswith("=") else re.search(before + re.escape(text), cell) is not None
+
+
+@cache
+def _kinds(cell: str) -> tuple[str, ...]:
+    """The catalogue's names of the kinds that a cell names, or the names that it has for them."""
+    names = []
+    for part in cell.split("+"):
+        name = re.sub(r"^\s*\d+\s*x\s*(?=\S)", "", part).strip()
+        try:
+            names.append(gpu_kind(name).name)
+        except InputError:
+            names.append(name)
+    return tuple(names)
 
 
 def read_assumptions(path: str | Path = DATA / "assumptions.yaml") -> Assumptions:
@@ -212,6 +237,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         vocab_multiple=table.integer("vocab_multiple", minimum=1),
         ffn_per_hidden=none_or(table.number, "ffn_per_hidden"),
         head_dim=none_or(table.integer, "head_dim", minimum=1),
+        kv_heads=none_or(table.integer, "kv_heads", minimum=1),
         precision=table.choice("precision", PRECISIONS),
         recompute=table.choice("recompute", RECOMPUTE),
         selective_layers=none_or(table.number, "selective_layers", maximum=1.0),

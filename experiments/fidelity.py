@@ -77,7 +77,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     note = f"assumed: {', '.join(open_)}" if open_ else ""
     found = []
     for quantity in quantities:
-        comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_))
+        comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_), assumptions=world.assumed)
         if quantity == MEMORY:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
@@ -236,10 +236,10 @@ def _peak_flop_per_s(plan: Plan, cluster: Cluster, counting: str) -> float:
 
     It may do so by number ('peak 989 TFLOPS') or by precision ('bf16 peak').
     """
-    named = re.search(r"peak ([0-9.]+) TFLOPS", counting)
+    named = re.search(r"peak ([0-9.]+) ?TFLOP(?:S|/s)", counting, re.IGNORECASE)
     if named is not None:
         return float(named[1]) * 1e12 * len(cluster.devices)
-    of = re.search(rf"\b({'|'.join(PRECISIONS)}) peak", counting, re.IGNORECASE)
+    of = re.search(rf"\b({'|'.join(PRECISIONS)}) (?:dense )?peak", counting, re.IGNORECASE)
     return cluster.peak_flop_per_s(plan.precision if of is None else of[1].lower())
 
 
@@ -253,18 +253,22 @@ def counted_flop(plan: Plan, counting: str) -> float:
 
     '96 B s l h^2 ...' takes full recomputation of every layer for granted (Narayanan et al., 2021, arXiv:2104.04473, section
     5.1); 'incl. recompute' adds what the plan recomputes; '6N + 12 L h s' is per token, N with embeddings (PaLM,
-    arXiv:2204.02311, appendix B); 'causal attention counted half'; all else is the model's FLOP, without recomputation.
+    arXiv:2204.02311, appendix B); 'causal attention counted half' or 'causal halved'; all else is the model's FLOP, without
+    recomputation.
     """
     model, tokens = plan.transformer, plan.global_batch * plan.sequence_length
-    if re.search(r"\b96(Bsl|-formula)", counting):
+    if re.search(r"\b96( ?B ?s ?l|-formula)", counting):
         return model_flop_of(plan) + model.layers * layer_recompute_flop(model, tokens, plan.sequence_length, "full")
     if re.search(r"\b6N", counting):
         width = model.heads * model.head_dim
         return (6 * total_parameters(model) + 12 * model.layers * width * plan.sequence_length) * tokens
-    if re.search(r"causal attention counted half", counting):
+    if re.search(r"\bcausal (attention )?(is |counted )*(half|halved)\b", counting):
         attention = layer_forward_flop(model, tokens, plan.sequence_length).attention
         return model_flop_of(plan) - 3 * model.layers * attention / 2
-    if re.search(r"HW flops|(?<!no )\bincl\. recompute", counting):
+    if (
+        re.search(r"HW flops|(?<!no )\bincl(\.|uding|udes|usive of) (full )?recomput", counting, re.IGNORECASE)
+        or counting == "HFU"
+    ):
         return model_flop_of(plan) + recompute_flop(plan)
     return model_flop_of(plan)
 
@@ -417,5 +421,6 @@ def _row(c: Comparison, told: Replay) -> dict[str, Any]:
         "note": c.note,
         "judge": c.judge,
         "assumed": c.assumed,
+        "assumptions": list(c.assumptions),
         "calibration": c.id in told.calibration_ids,
     }

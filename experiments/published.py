@@ -16,12 +16,16 @@ from typing import Any
 from experiments.assumptions import Assumption, Assumptions
 from experiments.published_rows import Run
 from sim.spec.cluster import MOST_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
-from sim.spec.counts import RECOMPUTE, head_forward_flop, layer_forward_flop
+from sim.spec.counts import RECOMPUTE, head_forward_flop, layer_forward_flop, total_parameters
 from sim.spec.gpu import PRECISIONS, GpuKind, gpu_kind
 from sim.spec.plan import SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError, parse_json
 from sim.spec.stack import stack
 from sim.spec.transformer import Moe, Transformer
+
+MOST_OFF = 1.5
+"""A model that has so many times as many parameters as are published, or as few, is another one: 1.31 with a vocabulary that the
+published number leaves out."""
 
 NVLINK_DOMAIN = 72
 """GPUs that one NVLink switch joins in GB200 and GB300 NVL72 racks."""
@@ -90,6 +94,7 @@ class _Row:
             raise _Refused(f"degrees {' x '.join(map(str, terms))} = {degrees}, but num_gpus is {run.num_gpus}")
         self.transformer = self._transformer()
         self.cluster = self._cluster()
+        self._note(f"stack {assumption.stack}")
 
     def _published(self, name: str) -> int:
         """A number that must be published."""
@@ -110,8 +115,7 @@ class _Row:
 
     def _text(self, name: str, value: str) -> str:
         """The row's own text in lower case, else the given one, which is noted."""
-        # What pandas makes of a column of flags with gaps: '1.0'.
-        return re.sub(r"^(\d+)\.0+$", r"\1", str(self._taken(name, value)).strip().casefold())
+        return str(self._taken(name, value)).strip().casefold()
 
     def _unknown(self, name: str, accepted: Iterable[str]) -> _Refused:
         """The refusal of a text that is none of those that are accepted."""
@@ -137,19 +141,28 @@ class _Row:
             shape["experts"] = Moe(**({"ffn": ffn} | shape["experts"]))
         elif re.search(_EXPERTS, run.model_name or "", re.IGNORECASE):
             raise _Refused(f"model_name {run.model_name!r}, experts whose sizes have no column")
+        elif (run.ep or 1) > 1:
+            raise _Refused(f"ep {run.ep}, experts whose sizes have no column")
         if shape.get("position") == "learned":
             shape["max_positions"] = self._published("seq_len")
-        return Transformer(
+        kv_heads = run.kv_heads
+        if kv_heads is None and assumption.kv_heads is not None and heads % assumption.kv_heads == 0:
+            kv_heads = self._taken("kv_heads", assumption.kv_heads)
+        found = Transformer(
             name=re.sub(r"[\s/]+", "-", run.model_name or run.id).strip("-"),
             layers=self._published("num_layers"),
             hidden=hidden,
             ffn=ffn,
             heads=heads,
             vocab=vocab,
-            kv_heads=run.kv_heads or heads,
+            kv_heads=kv_heads or heads,
             padded_vocab=-(-vocab // step) * step,
             **shape,
         )
+        built_b = total_parameters(found) / 1e9
+        if run.params_b is not None and not 1 / MOST_OFF < built_b / run.params_b < MOST_OFF:
+            raise _Refused(f"params_b {run.params_b:g}, but what the row tells of the model makes {built_b:.3g}")
+        return found
 
     # The cluster
 
@@ -253,11 +266,13 @@ class _Row:
         text = self._text("schedule", self.assumption.schedule)
         text = _SCHEDULE_WORDS.get(text, text)
         if "non-interleaved" in text:
-            return "1f1b", (1,)
-        if "zb-v" in text:
+            return self._one_chunk("1f1b")
+        if "zb-v" in text and "half" not in text and "min" not in text:  # V-Half and V-Min are other orders
             return "zb-v", (2,)
         if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "split-1f1b", "eager-1f1b"):
-            return name, (1,)
+            return self._one_chunk(name)
+        if re.search(r"zero.?bubble|zb", text):
+            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
         if "interleaved" in text or text == "1f1b-i":
@@ -269,9 +284,16 @@ class _Row:
             raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         return "interleaved", (1,) if run.schedule is not None else options
 
+    def _one_chunk(self, schedule: str) -> tuple[str, tuple[int, ...]]:
+        """A schedule whose stages have one chunk of layers each."""
+        if (self.run.vpp or 1) > 1:
+            raise _Refused(f"vpp {self.run.vpp}, but the schedule {self.run.schedule!r} does not interleave")
+        return schedule, (1,)
+
     def _plan(self, schedule: str, micro_batch: int, micro_batches: int, chunks: int) -> Plan:
         run, assumption = self.run, self.assumption
         zero_stage, shard_group = self._zero()
+        offloads = re.search(r"(?<!no )(?<!not )(?<!without )(?<!no cpu )offload", run.zero_stage_or_fsdp or "", re.IGNORECASE)
         return Plan(
             cluster=self.cluster.name,
             model=self.transformer,
@@ -287,24 +309,25 @@ class _Row:
             shard_group=shard_group,
             overlap_gradients=assumption.overlap_gradients,
             gradient_precision=assumption.gradient_precision,
-            offload_optimizer=assumption.offload_optimizer,
+            offload_optimizer=offloads is not None or assumption.offload_optimizer,
             optimizer=assumption.optimizer,
         )
 
     def _zero(self) -> tuple[int, int | None]:
         """The ZeRO stage, and how many devices share its shards (None: all replicas)."""
         text = self._text("zero_stage_or_fsdp", f"ZeRO-{self.assumption.zero_stage}")
+        text = re.sub(r"\b(no|not|without) (fsdp|hsdp)\b[,; ]*", "", text) or "none"
         group = None
         if found := re.search(r"shard (\d+)", text):
             group = int(found[1]) if int(found[1]) < self.dp * self.cp else None
-        elif "hsdp" in text:  # over the replicas of a node, where there are others
+        elif re.search(r"hsdp|hybrid.shard", text):  # over the replicas of a node, where there are others
             per_node = int(self._taken("gpus_per_node", self.assumption.gpus_per_node)) // self.tp
             group = per_node if 1 <= per_node < self.dp * self.cp else None
-        if "shard_grad_op" in text:
+        if re.search(r"shard_grad_op|reshard_after_forward *[=:]? *(false|no|off|0)", text):
             return 2, group
-        if found := re.search(r"(?:zero|stage)[- ]*(?:stage)?[- ]*([0-3])", text) or re.fullmatch(r"([0-3])", text):
+        if found := re.search(r"(?:zero|stage)[-_=: ]*(?:stage)?[-_=: ]*([0-3])", text) or re.fullmatch(r"([0-3])", text):
             return int(found[1]), group
-        if "fsdp" in text or "hsdp" in text or "full_shard" in text or "sharded weights" in text:
+        if re.search(r"fsdp|hsdp|full_shard|hybrid.shard|sharded weights", text):
             return 3, group
         if "distributed optimizer" in text:
             return 1, group
@@ -314,7 +337,10 @@ class _Row:
 
     def _precision(self) -> str:
         """Our name of the precision."""
-        text = self._text("precision", self.assumption.precision)
+        assumed = self.assumption.precision
+        if assumed == "bf16" and any(kind.peak(assumed) is None for kind, _ in self.gpus):
+            assumed = "fp16"  # as on all kinds before Ampere
+        text = re.sub(_DISABLED, "", self._text("precision", assumed))
         for part, name in _PRECISION_WORDS:
             if part in text:
                 return name
@@ -328,6 +354,11 @@ class _Row:
         mode = next((mode for mode in RECOMPUTE if text.startswith(mode)), None)
         if mode is None:
             raise self._unknown("recompute", (*RECOMPUTE, *_RECOMPUTE_WORDS))
+        if mode == "full" and "uniform" not in text:  # Megatron's 'uniform' is for all layers, so many at a time
+            if found := re.search(r"(\d+) *(?:of|/) *(\d+) *layers?", text):
+                return mode, min(layers, round(int(found[1]) / max(1, int(found[2])) * layers))
+            if found := re.search(r"(\d+) *layers?", text):
+                return mode, min(layers, int(found[1]))
         if mode == "selective" and share is not None:
             if run.mfu_pct and run.hfu_pct:
                 share = min(1.0, max(0.0, 3 * (run.hfu_pct / run.mfu_pct - 1)))  # a layer's forward is a third of its FLOP
@@ -463,7 +494,7 @@ class _Row:
 
 
 _FABRICS = ("nvlink", "nvswitch", "nvl", "sxm", "hgx", "dgx", "infinity fabric", "xgmi")
-_NO_FABRICS = ("no nvlink", "without nvlink", "non-nvlink")
+_NO_FABRICS = ("no nvlink", "without nvlink", "non-nvlink", "nvlink disabled", "nvlink off")
 """Words of `intra_node_link` that tell of a kind's own fabric, and that there is none. Words that tell neither say nothing."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
@@ -482,6 +513,7 @@ _SCHEDULE_WORDS = {
 _RECOMPUTE_WORDS = {
     **dict.fromkeys(("no", "off", "false", "0"), "none"),
     **dict.fromkeys(("yes", "on", "true", "1"), "full"),
+    **dict.fromkeys(("attn", "attention", "core_attn", "core attention"), "selective"),
 }
 _ZERO_WORDS = {"none": 0, "no": 0, "ddp": 0, "no_shard": 0, "dist opt": 1, "distributed-optimizer": 1, "distributed_optimizer": 1}
 """What else a schedule, a recomputation and a ZeRO stage are called."""
@@ -490,6 +522,7 @@ _PRECISION_WORDS = (
     ("nvfp4", "nvfp4"),
     ("mxfp8", "mxfp8"),
     ("fp8-mx", "mxfp8"),
+    ("mx-fp8", "mxfp8"),
     ("fp8", "fp8"),
     ("float8", "fp8"),
     ("bf16", "bf16"),
@@ -499,11 +532,16 @@ _PRECISION_WORDS = (
     ("half", "fp16"),
     ("tf32", "tf32"),
     ("fp32", "fp32"),
+    ("float32", "fp32"),
 )
 """What a text contains, and our name of that precision; the first that fits."""
 
 
-_EXPERTS = r"(?<![a-z])moe(?![a-z])|[-_ ]a\d+(\.\d+)?b(?![a-z0-9])|\d+x\d+(\.\d+)?b(?![a-z])|\d+ ?experts"
+_DISABLED = r"\b(no|without) (fp8|tf32)\b|\b(fp8|tf32) (is )?(disabled|off)\b"
+"""What a text on the precision says that is not of it."""
+
+
+_EXPERTS = r"(?<![a-z])moe(?![a-z])|(?-i:MoE)(?![a-z])|[-_ ]a\d+(\.\d+)?b(?![a-z0-9])|\d+x\d+(\.\d+)?b(?![a-z])|\d+ ?experts"
 """What the name of a model says that is a mixture of experts: MoE, A3B, 8x7B, 64 experts."""
 
 

@@ -82,6 +82,10 @@ _EMPTY = ("", "n/a", "na", "nan", "null", "-", "--", "?")
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": False}
 """Words that stand for an empty cell, and for a flag, without regard to case."""
 
+_OFTEN_NUMBERS = ("zero_stage_or_fsdp", "recompute", "schedule", "precision")
+_NONE_BY_ZERO = ("vpp", "cp", "ep")
+"""Columns of texts that may be numbers, and columns of degrees where 0 says that there is no such thing."""
+
 _REQUIRED = ("id", "source_key", "gpu_type", "num_gpus")
 _REQUIRED_OF_FAILURES = ("source_key", "gpu_type", "num_gpus", "failure")
 _RENAMED = {"zero": "zero_stage_or_fsdp"}
@@ -108,8 +112,10 @@ def read_failures(path: str | Path) -> list[Run]:
 
 def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str]) -> list[Run]:
     """The rows of a CSV file."""
+    accepted = [name for name in COLUMNS if name != "failure" or name in required]  # a run that failed is none that was measured
     text = read_text(path)
-    reader = csv.reader(io.StringIO(text))
+    # Strict: a quote that nothing closes would take all rows below it into its cell.
+    reader = csv.reader(io.StringIO(text), strict=True)
     try:
         header = [cell.strip() for cell in next(reader, [])]
         while len(header) > 1 and not header[-1]:  # a comma at the end of each line, as spreadsheets leave them
@@ -122,9 +128,9 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
         columns = [renamed.get(name, name) for name in header]
         for number, (name, column) in enumerate(zip(header, columns, strict=True), 1):
             if not name:
-                raise InputError(f"{path}: column {number} has no name; accepted: {', '.join(COLUMNS)}")
-            if column not in COLUMNS:
-                raise InputError(f"{path}: unknown column {name!r}{nearest(name, COLUMNS)}; accepted: {', '.join(COLUMNS)}")
+                raise InputError(f"{path}: column {number} has no name; accepted: {', '.join(accepted)}")
+            if column not in accepted:
+                raise InputError(f"{path}: unknown column {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}")
             if columns.count(column) > 1:
                 raise InputError(f"{path}: the column {name!r} stands {columns.count(column)} times")
         for name in required:
@@ -180,7 +186,8 @@ def _cell(text: str, column: str) -> Any:
         return None
     kind = COLUMNS[column]
     if kind.startswith("str"):
-        return text
+        # What pandas makes of a column of numbers with gaps: '3.0'.
+        return re.sub(r"^(\d+)\.0+$", r"\1", text) if column in _OFTEN_NUMBERS else text
     try:
         value = math.nan if "_" in text else float(text)
     except ValueError:
@@ -193,10 +200,14 @@ def _cell(text: str, column: str) -> Any:
         return bool(value)
     if text.casefold() == "none":
         return None
+    if value == 0 and column in _NONE_BY_ZERO:
+        return None
     if kind.startswith("int"):
         if not (value.is_integer() and 1 <= value < 2**53):
             raise InputError(f"{column} is a whole number of at least 1, or empty, but got {text!r}")
         return int(value)
+    if value == 0 and column == "inter_node_GBps_per_node":
+        return value  # there is no network
     if not 0 < value < math.inf:
         raise InputError(f"{column} is a number above 0, or empty, but got {text!r}")
     return value

@@ -257,6 +257,12 @@ def test_a_mean_is_geometric_where_it_can_be() -> None:
     assert (mean.name, mean.flash_attention, mean.source) == ("mean", False, "said")
 
 
+def test_a_mean_that_runs_tell_of_is_none_any_more() -> None:
+    mean = replace(USUAL, name="mean", mean_of="nanotron, nemo")
+    assert fitted(timed(USUAL, SHAPES[:3]), mean).stack.mean_of == ""
+    assert fitted([], mean).stack.mean_of == "nanotron, nemo"
+
+
 def test_the_shipped_mean_is_that_of_its_stacks() -> None:
     (shipped,) = (one for one in stacks().values() if one.mean_of)
     found = fitting.mean_stack(shipped, stacks())

@@ -134,6 +134,7 @@ HEAD = "id,source_key,gpu_type,num_gpus,iter_time_s,sequence_parallel\n"
             "source_key, gpu_type",
         ),
         ("id,source_key,gpu_type,num_gpus,id\na,s,T4,4,b\n", ": the column 'id' stands 2 times"),
+        (HEAD + 'a,s,T4,4,1,\nb,s,T4,4,1,"8 inch\nc,s,T4,4,1,\n', ", line 4: is not valid CSV: unexpected end of data"),
     ],
 )
 def test_a_csv_that_is_wrong_is_told_in_one_line(text: str, line: str, tmp_path: Path) -> None:
@@ -222,7 +223,8 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"precision": "int4"}, "precision 'int4'; accepted: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4"),
         (
             {"recompute": "some"},
-            "recompute 'some'; accepted: none, pointwise, selective, full, no, off, false, 0, yes, on, true, 1",
+            "recompute 'some'; accepted: none, pointwise, selective, full, no, off, false, 0, yes, on, true, 1, "
+            "attn, attention, core_attn, core attention",
         ),
         ({"zero_stage_or_fsdp": "sharded"},
          "zero_stage_or_fsdp 'sharded'; accepted: 0 to 3, ZeRO-N, FSDP, HSDP, none, no, ddp, no_shard, dist opt, "
@@ -240,6 +242,12 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
          'plan_json, which is of no known form; expected {"partition": [BOUND, ...]} or '
          '{"layers_per_stage": [...], "stages": [[{"gpus": [[KIND, COUNT]]}]]}'),
         ({"inter_node_GBps_per_node": 0.0}, "inter_node_GBps_per_node 0, but the GPUs are on several nodes"),
+        ({"schedule": "non-interleaved 1F1B", "vpp": 2}, "vpp 2, but the schedule 'non-interleaved 1F1B' does not interleave"),
+        ({"schedule": "GPipe", "vpp": 2}, "vpp 2, but the schedule 'GPipe' does not interleave"),
+        ({"params_b": 7.0}, "params_b 7, but what the row tells of the model makes 0.00695"),
+        ({"model_name": "DBRX"}, "experts whose sizes have no column"),
+        ({"model_name": "OLMoE-1B-7B"}, "model_name 'OLMoE-1B-7B', experts whose sizes have no column"),
+        ({"ep": 8}, "ep 8, experts whose sizes have no column"),
         ({"plan_json": "{"}, "plan_json, line 1, column 2: ends too early: Expecting property name enclosed in double quotes"),
         ({"num_gpus": 10**9}, "num_gpus 1000000000, but a cluster has at most 100,000"),
     ],
@@ -248,10 +256,28 @@ def test_what_cannot_be_modelled_says_why(change: dict[str, object], why: str) -
     assert reason(replace(SMALL, **change)) == why  # type: ignore[arg-type]
 
 
-def test_whole_numbers_that_a_table_wrote_as_fractions_are_taken_as_such() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("InterleavedZeroBubble", "schedule 'InterleavedZeroBubble'; accepted: "),
+        ("ZB-V-Half", "schedule 'ZB-V-Half'; accepted: "),
+    ],
+)
+def test_orders_that_only_sound_like_ours_are_refused(schedule: str, said: str) -> None:
+    assert reason(replace(SMALL, schedule=schedule)).startswith(said)
+
+
+def test_whole_numbers_that_a_table_wrote_as_fractions_are_taken_as_such(tmp_path: Path) -> None:
     # As pandas writes a column with gaps.
-    found = made(replace(SMALL, recompute="1.0", zero_stage_or_fsdp="2.0"))
-    assert (found.plan.zero_stage, found.plan.pipelines[0].stages[0].recompute) == (2, "full")
+    path = tmp_path / "own.csv"
+    path.write_text(
+        "id,gpu_type,source_key,num_gpus,recompute,zero_stage_or_fsdp,vpp,cp,inter_node_GBps_per_node\na,T4,own,4,1.0,3.0,0,0,0\n"
+    )
+    (read,) = read_runs(path)
+    assert (read.recompute, read.zero_stage_or_fsdp, read.vpp, read.cp, read.bad_cells) == ("1", "3", None, None, ())
+    assert read.inter_node_GBps_per_node == 0 and made(replace(SMALL, inter_node_GBps_per_node=0.0, num_gpus=8, dp=1)).plan
+    found = made(replace(SMALL, recompute=read.recompute, zero_stage_or_fsdp=read.zero_stage_or_fsdp))
+    assert (found.plan.zero_stage, found.plan.pipelines[0].stages[0].recompute) == (3, "full")
 
 
 @pytest.mark.parametrize(
@@ -327,12 +353,17 @@ def test_precisions_are_known_by_many_names(text: str, name: str) -> None:
         ("ZeRO2", 2, None),
         ("ZeRO 3", 3, None),
         ("3", 3, None),
-        ("0.0", 0, None),
         ("Stage 2", 2, None),
         ("ZeRO stage-1", 1, None),
         ("DDP", 0, None),
         ("none", 0, None),
         ("distributed-optimizer", 1, None),
+        ("no FSDP", 0, None),
+        ("not FSDP, distributed optimizer", 1, None),
+        ("FSDP, reshard_after_forward=False", 2, None),
+        ("HYBRID_SHARD", 3, 8),
+        ("ZeRO_3", 3, None),
+        ("stage=3", 3, None),
     ],
 )
 def test_sharding_is_known_by_many_names(text: str, stage: int, group: int | None) -> None:
@@ -361,7 +392,7 @@ def test_hybrid_sharding_is_over_the_replicas_of_a_node() -> None:
         ("interleaved", 2, "interleaved", 2),
         ("interleaved 1F1B", 2, "interleaved", 2),
         ("1F1B", 2, "interleaved", 2),
-        ("non-interleaved 1F1B", 2, "1f1b", 1),
+        ("non-interleaved 1F1B", None, "1f1b", 1),
         ("PipeDream-Flush", None, "1f1b", 1),
         ("AFAB", None, "gpipe", 1),
         ("ZBV", None, "zb-v", 2),
@@ -375,6 +406,30 @@ def test_schedules_are_known_by_many_names(text: str, vpp: int | None, name: str
 @pytest.mark.parametrize(("text", "mode"), [("no", "none"), ("False", "none"), ("True", "full"), ("full (all layers)", "full")])
 def test_recomputation_is_known_by_many_names(text: str, mode: str) -> None:
     assert made(replace(SMALL, recompute=text)).plan.pipelines[0].stages[0].recompute == mode
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("full", None),
+        ("full (uniform, 1 layer)", None),
+        ("full (block, 1 layer)", 1),
+        ("full, 4 of 8 layers", 1),
+        ("full, 99 layers", 2),
+    ],
+)
+def test_full_recomputation_may_be_of_some_layers(text: str, layers: int | None) -> None:
+    (stage, *_) = made(replace(SMALL, recompute=text)).plan.pipelines[0].stages  # one of four, of two layers each
+    assert (stage.recompute, stage.recompute_layers) == ("full", layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "offloads"),
+    [("ZeRO-3 + CPU offload", 3, True), ("ZeRO-Offload (stage 2)", 2, True), ("ZeRO-3 (no offload)", 3, False)],
+)
+def test_optimizer_states_are_in_the_host_where_the_row_says_so(text: str, stage: int, offloads: bool) -> None:
+    plan = made(replace(SMALL, zero_stage_or_fsdp=text, tp=1, pp=1, dp=16, micro_batch=1)).plan
+    assert (plan.zero_stage, plan.offload_optimizer) == (stage, offloads)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +502,7 @@ def test_redistributed_layers_leave_the_last_stage_the_head() -> None:
     # 65536 / (12 x 3072 + 2 x 4096) = 1.45 layers, so that 3 + 1.45 there and 5 elsewhere beat 4 + 1.45.
     sizes = [stop - start for [(start, stop)] in layers_of(made(RUNS["vocabparallel-0027"]).plan)]
     assert sizes == [4, 4, 4, 4, 4, 4, 5, 3]
-    few = replace(RUNS["vocabparallel-0027"], num_layers=7)
+    few = replace(RUNS["vocabparallel-0027"], num_layers=7, params_b=None)
     assert reason(few) == "num_layers 7 over pp 8: does not divide, and how it was cut is not published"
     assert reason(RUNS["vocabparallel-0009"]) == "vocabulary parallelism"
 
@@ -485,8 +540,11 @@ def test_a_node_has_the_rate_that_is_published_however_many_gpus_share_a_card(gp
 
 def test_what_is_assumed_of_a_kind_it_can_do() -> None:
     for name, kind in catalogue().items():
-        assumed = ASSUMED.of(replace(SMALL, source_key="nobody", gpu_type=name, precision=None))
-        assert is_cpu(kind) or kind.peak(assumed.precision) is not None, name
+        row = replace(SMALL, source_key="nobody", gpu_type=name, precision=None)
+        assert is_cpu(kind) or kind.peak(made(row).plan.precision) is not None, name
+        for alias in kind.aliases:  # it is the same kind, however it is spelled
+            assert ASSUMED.of(replace(row, gpu_type=alias)) == ASSUMED.of(row), alias
+    assert made(replace(SMALL, gpu_type="8xRTX-6000-Ada+8xT4", precision=None)).plan.precision == "fp16"
 
 
 def test_a_rack_of_72_is_one_node_of_nvlink() -> None:
@@ -581,6 +639,12 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
     assert of(framework="Megatron-LM", zero_stage_or_fsdp="FSDP")[0] == "megatron"
     assert of(framework="torchtitan", zero_stage_or_fsdp="FSDP")[0] == "torchtitan"
     assert of(framework="Megatron-LM + FlashAttention") == ("megatron-core", 1, True)  # on A100, too
+    assert of(framework="Megatron-LM (no flash attention)")[0] == of(framework="own (without FlashAttention)")[0] == "megatron"
+    assert of(framework="DeepSpeed ZeRO-2") == ("megatron-deepspeed", 2, False)
+    assert of(framework="DeepSpeed Stage 3") == ("typical", 3, False)
+    assert of(framework="Megatron-FSDP")[:2] == ("megatron", 3)
+    assert of(framework="Megatron-LM", zero_stage_or_fsdp="not FSDP, distributed optimizer") == ("megatron", 1, True)
+    assert of(framework="ctrl-trainer") == ("megatron", 1, True)  # a word begins where none goes on
     assert of(schedule="ZB-2p") == ("megatron-zero-bubble", 1, True)
     assert of(source_key="korth", framework="nanotron") == ("megatron", 0, False)  # a source with an entry says so itself
     assert reason(replace(SMALL, model_name="Llama3-8B (LoRA finetune)")) == "LoRA"
@@ -634,7 +698,7 @@ def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
         [
             ("stack: nanotron", "stack: nanotorn", "unknown software stack 'nanotorn'; did you mean nanotron?"),
             ("cuts: late", "cuts: early", "cuts: expected one of even, ends, late, nanotron, redistribute"),
-            ("vocab_multiple: 128\n  precision", "vocab_multiples: 128\n  precision", "vocab_multiple: is missing"),
+            ("vocab_multiple: 128\n  kv_heads", "vocab_multiples: 128\n  kv_heads", "vocab_multiple: is missing"),
             ("when: {framework: [nanotron]}", "when: {frame: [nanotron]}", "frame: unknown column; did you mean framework?"),
         ]
     ):
