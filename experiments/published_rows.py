@@ -95,9 +95,10 @@ _RENAMED = {"zero": "zero_stage_or_fsdp"}
 def read_runs(path: str | Path) -> list[Run]:
     """The rows of a CSV of runs, such as `data/published_runs.csv`.
 
-    Its columns are the fields of Run, but for the last two; id, source_key, gpu_type and num_gpus must be there, any other may be
-    missing. A row with a cell that is not of its column says so (`bad_cells`). Raises InputError, in one line, for a file without
-    rows, unknown or missing columns, a row that has more or fewer cells, and an id that stands twice.
+    Its columns are the fields of Run, but for the last; id, source_key, gpu_type and num_gpus must be there, any other may be
+    missing. A row with a cell that is not of its column, or that tells of a failure, says so (`bad_cells`). Raises InputError, in
+    one line, for a file without rows, unknown or missing columns, a row that has more or fewer cells, an id that stands twice, and
+    a quote that nothing closes.
     """
     return _read(path, _REQUIRED, {})
 
@@ -112,7 +113,6 @@ def read_failures(path: str | Path) -> list[Run]:
 
 def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str]) -> list[Run]:
     """The rows of a CSV file."""
-    accepted = [name for name in COLUMNS if name != "failure" or name in required]  # a run that failed is none that was measured
     text = read_text(path)
     # Strict: a quote that nothing closes would take all rows below it into its cell.
     reader = csv.reader(io.StringIO(text), strict=True)
@@ -128,9 +128,9 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
         columns = [renamed.get(name, name) for name in header]
         for number, (name, column) in enumerate(zip(header, columns, strict=True), 1):
             if not name:
-                raise InputError(f"{path}: column {number} has no name; accepted: {', '.join(accepted)}")
-            if column not in accepted:
-                raise InputError(f"{path}: unknown column {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}")
+                raise InputError(f"{path}: column {number} has no name; accepted: {', '.join(COLUMNS)}")
+            if column not in COLUMNS:
+                raise InputError(f"{path}: unknown column {name!r}{nearest(name, COLUMNS)}; accepted: {', '.join(COLUMNS)}")
             if columns.count(column) > 1:
                 raise InputError(f"{path}: the column {name!r} stands {columns.count(column)} times")
         for name in required:
@@ -155,6 +155,8 @@ def _read(path: str | Path, required: Sequence[str], renamed: Mapping[str, str])
                 if "id" in required:
                     raise InputError(f"{path}, line {line}: id is a text, but the cell is empty")
                 values["id"] = f"{values['source_key']}-failed-{len(runs) + 1:04d}"
+            if "failure" not in required and values.get("failure") is not None:
+                bad = (*bad, f"failure {values['failure']!r}, but --runs are those that ended; others are read by --failures")
             run = Run(**values, bad_cells=bad)
             if run.id in lines:
                 raise InputError(f"{path}, line {line}: the id {run.id!r} stands in line {lines[run.id]} already")

@@ -172,6 +172,14 @@ def test_words_for_empty_cells_and_flags_are_understood(tmp_path: Path) -> None:
     assert not any(run.bad_cells or run.iter_time_s for run in runs)
 
 
+def test_a_run_that_failed_is_none_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("id,gpu_type,source_key,num_gpus,failure\na,T4,own,4,CUDA OOM\nb,T4,own,4,\n")
+    failed, ran = read_runs(path)
+    assert reason(failed) == "failure 'CUDA OOM', but --runs are those that ended; others are read by --failures"
+    assert ran.bad_cells == ()
+
+
 def test_an_unknown_column_is_told_with_the_nearest(tmp_path: Path) -> None:
     line = refused("id,source_key,gpu_type,num_gpus,microbatch\n", tmp_path)
     assert line.startswith(": unknown column 'microbatch'; did you mean micro_batch?; accepted: id, source_key, ")
