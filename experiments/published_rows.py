@@ -97,8 +97,8 @@ def read_runs(path: str | Path) -> list[Run]:
 
     Its columns are the fields of Run, but for the last; id, source_key, gpu_type and num_gpus must be there, any other may be
     missing. A row with a cell that is not of its column, or that tells of a failure, says so (`bad_cells`). Raises InputError, in
-    one line, for a file without rows, unknown or missing columns, a row that has more or fewer cells, an id that stands twice, and
-    a quote that nothing closes.
+    one line, for a file without rows, unknown or missing columns, a row that has more or fewer cells, an id that stands twice,
+    and a quote that nothing closes.
     """
     return _read(path, _REQUIRED, {})
 
