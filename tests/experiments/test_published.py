@@ -630,7 +630,10 @@ def test_of_a_source_without_an_entry_the_framework_tells_what_it_does() -> None
     # What a framework is built on says less than its own name.
     assert of(gpu_type="H100-80GB", framework="NeMo 2.0 (PyTorch Lightning)") == ("nemo", 1, True)
     assert of(framework="Megatron-LM (PyTorch 2.1)") == ("megatron", 1, True)
-    assert of(framework="DeepSpeed + Accelerate") == ("megatron-deepspeed", 1, False)
+    assert of(framework="DeepSpeed + Accelerate") == ("typical", 1, False)
+    assert of(framework="HF Trainer, DeepSpeed ZeRO-2") == ("typical", 2, False)
+    assert of(gpu_type="H100-80GB", framework="DeepSpeed", zero_stage_or_fsdp="ZeRO-1") == ("typical", 1, False)
+    assert of(gpu_type="H100-80GB", framework="Megatron-DeepSpeed")[0] == "megatron-deepspeed"
     assert of(framework="DeepSpeed ZeRO-3") == ("typical", 3, False)
     for cell in ("3", "stage 3", "ZeRO-3 (16 GPUs)"):
         assert of(framework="DeepSpeed", zero_stage_or_fsdp=cell)[0] == "typical"
