@@ -43,8 +43,10 @@ def partitions(cluster: Cluster, job: Job, rates: Mapping[GpuKind, float]) -> It
     carried = {site: sum(_wan_bytes_per_s(cluster, link) for link in cluster.wan if site in link.between) for site in sites}
     parts.append([(nodes, carried[site]) for site, nodes in sites.items()])
     for islands in parts:
-        if len(islands) > 1:
-            yield [_island(cluster, nodes, bytes_per_s, rates, least_bytes) for nodes, bytes_per_s in islands]
+        # Where no GPU has the precision, no plan comes.
+        used = [(nodes, bytes_per_s) for nodes, bytes_per_s in islands if any(node.gpu in rates for node in nodes)]
+        if len(used) > 1:
+            yield [_island(cluster, nodes, bytes_per_s, rates, least_bytes) for nodes, bytes_per_s in used]
 
 
 def _island(

@@ -122,6 +122,16 @@ def test_two_nodes_on_a_slow_link_are_as_fast_as_one_alone_and_on_one_that_carri
     assert 0.6 * alone_s < between.iteration_s <= 0.75 * alone_s * CLOSE
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("gbit", [1.0, 100.0])
+def test_nodes_whose_gpus_lack_the_precision_change_nothing(nodes: int, gbit: float) -> None:
+    nic = Nic("ethernet", gbit * 1e9 / 8)
+    able = tuple(replace(node(f"a{n}", "A100-40GB-SXM", 2, "nvlink"), nic=nic) for n in range(nodes))
+    lacking = tuple(replace(node(f"t{n}", "T4", 2), nic=nic) for n in range(2))
+    alone = bound(cluster(*able), job(batch=8))
+    assert bound(cluster(*able, *lacking), job(batch=8)) == bound(cluster(*lacking, *able), job(batch=8)) == alone
+
+
 # --- Bad input and impossible jobs -----------------------------------------------------------------------------------
 
 
