@@ -10,8 +10,10 @@ that cut a row in two, so that a part of its GPUs has another degree or place, o
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -29,7 +31,7 @@ Score: TypeAlias = "Callable[[Deal, float], float]"
 """Seconds of an iteration of a deal, infinite where it cannot run; where they are longer than given ones, any that are, too."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
-"""Sizes of micro-batches that are tried; others by doubling, see `micro_batches`."""
+"""Sizes of micro-batches that are tried; for others see `micro_batches`."""
 
 SCHEDULES = (("1f1b", 0), ("split-1f1b", 0), ("split-1f1b", 1), ("split-1f1b", 2), ("eager-1f1b", 0))
 """Schedules that are tried with all else, and how many micro-batches more are held for messages between nodes (`Settings`): those
@@ -111,10 +113,22 @@ class Deal:
 def micro_batches(job: Job, size: int) -> tuple[int, ...]:
     """The sizes of micro-batches to try where they have a size: the small ones, and twice and half as many sequences.
 
-    A small model on short sequences computes best with dozens of them, and few jobs have memory for that.
+    A small model on short sequences computes best with dozens of them, and few jobs have memory for that. Where twice as many do
+    not divide the batch, the next that do: 127 sequences after four of 508.
     """
     further = [other for other in (size // 2, size, 2 * size) if MICRO_BATCHES[-1] < other <= job.global_batch]
+    if job.global_batch % (2 * size):
+        whole = divisors(job.global_batch)
+        at = bisect_left(whole, size)
+        further += [other for other in whole[max(0, at - 1) : at + 2] if other not in (*MICRO_BATCHES, *further)]
     return (*MICRO_BATCHES, *further)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a number, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 class Deals:

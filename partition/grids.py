@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.batches import Pace, split_batch
+from partition.deals import divisors
 from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
@@ -44,6 +45,9 @@ MOST_STAGES = 8
 
 MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
+
+FEW_DIVISORS = 4
+"""By so many times the fewest micro-batches a batch must have a number of them that divides it."""
 
 Looks: TypeAlias = tuple[int, int, int, int]
 """What decides how long a stage takes and how much it recomputes: its place, its sequences, its kind and its bytes of memory."""
@@ -88,6 +92,18 @@ class Grids:
             return None
         return self._price_s(grid, amounts), draft
 
+    def _numbers(self, copies: int) -> list[int]:
+        """How many micro-batches so many pipelines may have of the batch: none has more than MOST_SEQUENCES in one of them.
+
+        Where only so many do that each has few, as of 4,093 sequences, the next smaller number counts, too.
+        """
+        whole = [number for number in divisors(self._job.global_batch) if number * copies <= self._job.global_batch]
+        least = -(-self._job.global_batch // (copies * MOST_SEQUENCES))
+        found = [number for number in whole if number >= least]
+        if not found or found[0] > FEW_DIVISORS * least:
+            found = [number for number in whole if number < least][-1:] + found
+        return found
+
     def _grids(self) -> Iterator[Grid]:
         """All grids of at least two pipelines."""
         job = self._job
@@ -99,11 +115,10 @@ class Grids:
                     continue
                 settings = Settings(sequence_parallel=tensor > 1)
                 one_s = [self._pricing.stage(groups[0], 1, settings).layer_forward_s for groups in pipelines]
-                for number in range(1, job.global_batch // copies + 1):
-                    if job.global_batch % number or job.global_batch > number * copies * MOST_SEQUENCES:
-                        continue
+                for number in self._numbers(copies):
                     shares = split_batch(job.global_batch // number, [Pace(1, 0.0, seconds) for seconds in one_s])
-                    if shares is None or max(shares) > MOST_SEQUENCES:
+                    most = max(MOST_SEQUENCES, -(-job.global_batch // (number * copies)))
+                    if shares is None or max(shares) > most:
                         continue
                     alike = not unlike and min(shares) == max(shares)
                     for degree, zero_stage in product(self._expert_degrees, ZERO_STAGES):

@@ -42,6 +42,20 @@ def ranked(world: Cluster, work: Job) -> list[tuple[float, Draft, Settings]]:
 
 
 @pytest.mark.parametrize(
+    ("batch", "numbers"),
+    [
+        (64, {1, 2, 4, 8, 16, 32}),
+        (4096, {16, 32, 64, 128, 256, 512, 1024, 2048}),  # no micro-batch has more than 128 of a pipeline
+        (4093, {1}),  # a prime: two pipelines take it at once
+        (2 * 2053, {2, 2053}),
+    ],
+)
+def test_a_batch_that_little_divides_is_taken_in_few_large_parts(batch: int, numbers: set[int]) -> None:
+    grids = Grids(UNLIKE, work := job(TINY, batch=batch, precision="fp16"), UNLIKE.nodes, Pricing(UNLIKE, work))
+    assert {grid.micro_batches for _, grid in grids.priced(lambda: False) if len(grid.pipelines) == 2} == numbers
+
+
+@pytest.mark.parametrize(
     ("world", "work"),
     [
         (NVLINK, job(LARGE, sequence_length=4096, batch=64)),

@@ -315,11 +315,12 @@ def test_no_megatron_grid_is_faster_on_equal_gpus(world: Cluster) -> None:
     assert result.cost.iteration_s <= min(verdict.iteration_s for verdict in verdicts) * (1 + 1e-9)
 
 
-def test_a_small_model_on_short_sequences_has_the_large_micro_batches_that_pay() -> None:
-    world, work = cluster(node("a", "A100-80GB-PCIe", 1)), job(sequence_length=256, batch=128)
+@pytest.mark.parametrize("batch", [128, 4 * 37])  # of which the next size after four is 37
+def test_a_small_model_on_short_sequences_has_the_large_micro_batches_that_pay(batch: int) -> None:
+    world, work = cluster(node("a", "A100-80GB-PCIe", 1)), job(sequence_length=256, batch=batch)
     judge = simulation(world, work)
-    sizes = [size for size in range(1, 129) if 128 % size == 0]
-    drafts = {size: (Pipeline(size, 128 // size, (stage(("a/0",), (0, 8), size, "none"),)),) for size in sizes}
+    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    drafts = {size: (Pipeline(size, batch // size, (stage(("a/0",), (0, 8), size, "none"),)),) for size in sizes}
     plans = {size: make_plan(world, work, draft, Settings()) for size, draft in drafts.items()}
     seconds = {size: getattr(judge(plan), "iteration_s", math.inf) for size, plan in plans.items()}
     result = partition.plan(world, work, budget_s=3.0)
