@@ -33,7 +33,7 @@ RUN_PLAN = "plans/asymmetric-cpu-4.json"
 RUN_STEPS, RUN_LEARNING_RATE = 20, 3e-3
 
 
-def demo(out: Folder = Path("results/demo"), budget: Budget = "4s", seed: Seed = 0) -> None:
+def demo(out: Folder = Path("results/demo"), budget: Budget = "8s", seed: Seed = 0) -> None:
     """Plan eight published training runs, and train a small model here.
 
     For each cluster and model of FlashFlex/HexiScale's report, three planners
