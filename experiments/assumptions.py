@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.published_rows import COLUMNS, Run
+from experiments.published_rows import COLUMNS, Run, gpu_parts
 from sim.spec.cluster import INTRA_KINDS, NIC_KINDS
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import PRECISIONS, gpu_kind
@@ -144,7 +144,7 @@ def _holds(entry: Mapping[str, Any], run: Run) -> bool:
     def contains(column: str, texts: Sequence[str]) -> bool:
         cell = str(getattr(run, column) or "")
         if column == "gpu_type":
-            return any(_is_in(text, name, r"") for name in _kinds(cell) for text in texts)
+            return any(_is_in(text, name, "") for name in _kinds(cell) for text in texts)
         return any(_is_in(text, cell, r"(?<![a-z])" if text[:1].isalpha() else "") for text in texts)
 
     freed = any(contains(column, texts) for column, texts in entry.get("unless", {}).items())
@@ -161,8 +161,7 @@ def _is_in(text: str, cell: str, before: str) -> bool:
 def _kinds(cell: str) -> tuple[str, ...]:
     """The catalogue's names of the kinds that a cell names, or the names that it has for them."""
     names = []
-    for part in cell.split("+"):
-        name = re.sub(r"^\s*\d+\s*x\s*(?=\S)", "", part).strip()
+    for name, _ in gpu_parts(cell):
         try:
             names.append(gpu_kind(name).name)
         except InputError:

@@ -174,7 +174,7 @@ def constants_text(constants: Constants) -> str:
     renamed = {field_name: key for field_name, (key, _) in STACK_UNITS.items()}
     for name, software in constants.stacks.items():
         values = _table(software, Stack, renamed)
-        # What is not mentioned is as shipped, or the default: it must be both.
+        # What is not mentioned is as shipped, or the default: it must be both; but nothing is said by an empty text.
         usual = [_table(record, Stack, renamed) for record in (Stack(name), stacks().get(name, Stack(name)))]
         told = {
             key: value for key, value in values.items() if any(value != table[key] for table in usual) and value != _quoted("")

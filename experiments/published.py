@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from experiments.assumptions import Assumption, Assumptions
-from experiments.published_rows import Run
+from experiments.published_rows import Run, gpu_parts
 from sim.spec.cluster import MOST_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.counts import RECOMPUTE, head_forward_flop, layer_forward_flop, total_parameters
 from sim.spec.gpu import PRECISIONS, GpuKind, gpu_kind
@@ -174,11 +174,9 @@ class _Row:
         if total > MOST_GPUS:
             raise _Refused(f"num_gpus {total}, but a cluster has at most {MOST_GPUS:,}")
         found = []
-        for part in text.split("+"):
-            match = re.fullmatch(r"\s*(\d+)\s*x\s*(.+?)\s*", part) if re.match(r"\s*\d+\s*x", part) else None
-            name, count = (match[2], int(match[1])) if match else (part.strip(), total)
+        for name, count in gpu_parts(text):
             try:
-                found.append((gpu_kind(name), count))
+                found.append((gpu_kind(name), total if count is None else count))
             except InputError as error:
                 raise _Refused(str(error).split(" known:")[0].rstrip(";")) from None
         if sum(count for _, count in found) != total:
@@ -293,7 +291,7 @@ class _Row:
     def _plan(self, schedule: str, micro_batch: int, micro_batches: int, chunks: int) -> Plan:
         run, assumption = self.run, self.assumption
         zero_stage, shard_group = self._zero()
-        offloads = re.search(r"(?<!no )(?<!not )(?<!without )(?<!no cpu )offload", run.zero_stage_or_fsdp or "", re.IGNORECASE)
+        offloads = re.search(_OFFLOADS, run.zero_stage_or_fsdp or "", re.IGNORECASE)
         return Plan(
             cluster=self.cluster.name,
             model=self.transformer,
@@ -346,8 +344,8 @@ class _Row:
                 return name
         raise self._unknown("precision", PRECISIONS)
 
-    def _recompute(self, layers: int) -> tuple[str, int | None]:
-        """The mode of a stage of so many layers, and how many of them it is for, with 'full'."""
+    def _recompute(self, layers: int, before: int) -> tuple[str, int | None]:
+        """The mode of a stage of so many layers, after so many in stages before it, and how many it is for, with 'full'."""
         run, share = self.run, self.assumption.selective_layers
         text = self._text("recompute", self.assumption.recompute)
         text = _RECOMPUTE_WORDS.get(text, text)
@@ -356,7 +354,8 @@ class _Row:
             raise self._unknown("recompute", (*RECOMPUTE, *_RECOMPUTE_WORDS))
         if mode == "full" and "uniform" not in text:  # Megatron's 'uniform' is for all layers, so many at a time
             if found := re.search(r"(\d+) *(?:of|/) *(\d+) *layers?", text):
-                return mode, min(layers, round(int(found[1]) / max(1, int(found[2])) * layers))
+                some = min(1.0, int(found[1]) / max(1, int(found[2])))  # of all layers, wherever stages are cut
+                return mode, round(some * (before + layers)) - round(some * before)
             if found := re.search(r"(\d+) *layers?", text):
                 return mode, min(layers, int(found[1]))
         if mode == "selective" and share is not None:
@@ -377,9 +376,12 @@ class _Row:
             layers = self._ranges(schedule, chunks)
         pipelines = []
         for d in range(self.dp):
-            stages = []
+            stages: list[Stage] = []
+            before = 0
             for p, ranges in enumerate(layers):
-                mode, count = self._recompute(sum(stop - start for start, stop in ranges))
+                own = sum(stop - start for start, stop in ranges)
+                mode, count = self._recompute(own, before)
+                before += own
                 stages.append(Stage((Replica(groups[p][d], micro_batch),), ranges, mode, count))
             pipelines.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
         return tuple(pipelines)
@@ -517,6 +519,9 @@ _RECOMPUTE_WORDS = {
 }
 _ZERO_WORDS = {"none": 0, "no": 0, "ddp": 0, "no_shard": 0, "dist opt": 1, "distributed-optimizer": 1, "distributed_optimizer": 1}
 """What else a schedule, a recomputation and a ZeRO stage are called."""
+
+_OFFLOADS = r"(?<!no )(?<!not )(?<!without )(?<!no cpu )offload"
+"""What a text on sharding says where the optimizer's states are in the host."""
 
 _PRECISION_WORDS = (
     ("nvfp4", "nvfp4"),

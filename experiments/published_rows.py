@@ -92,6 +92,15 @@ _RENAMED = {"zero": "zero_stage_or_fsdp"}
 """Columns that the CSV of failed runs calls otherwise."""
 
 
+def gpu_parts(text: str) -> list[tuple[str, int | None]]:
+    """The names that a `gpu_type` has, with how many GPUs of each where it says so: '12xV100-16GB+4xT4'."""
+    found: list[tuple[str, int | None]] = []
+    for part in text.split("+"):
+        counted = re.fullmatch(r"\s*(\d+)\s*x\s*(.+?)\s*", part)
+        found.append((counted[2], int(counted[1])) if counted else (part.strip(), None))
+    return found
+
+
 def read_runs(path: str | Path) -> list[Run]:
     """The rows of a CSV of runs, such as `data/published_runs.csv`.
 

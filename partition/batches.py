@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,13 @@ class Pace:
     micro_batch: int
     fill_s: float
     period_s: float
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a number, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def split_batch(global_batch: int, paces: Sequence[Pace]) -> list[int] | None:

@@ -13,13 +13,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 
 from partition.assembly import Groups
+from partition.batches import divisors
 from partition.drafts import Settings, degrees
 from partition.graph import DeviceGraph
 from partition.pricing import Devices
@@ -122,13 +122,6 @@ def micro_batches(job: Job, size: int) -> tuple[int, ...]:
         at = bisect_left(whole, size)
         further += [other for other in whole[max(0, at - 1) : at + 2] if other not in (*MICRO_BATCHES, *further)]
     return (*MICRO_BATCHES, *further)
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a number, the smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 class Deals:

@@ -24,8 +24,7 @@ from itertools import accumulate, product
 from typing import TypeAlias
 
 from partition.assembly import Groups
-from partition.batches import Pace, split_batch
-from partition.deals import divisors
+from partition.batches import Pace, divisors, split_batch
 from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
@@ -47,7 +46,7 @@ MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
 
 FEW_DIVISORS = 4
-"""By so many times the fewest micro-batches a batch must have a number of them that divides it."""
+"""Fewer and larger micro-batches count, too, where the fewest that divide a batch are so many times as many as would be enough."""
 
 Looks: TypeAlias = tuple[int, int, int, int]
 """What decides how long a stage takes and how much it recomputes: its place, its sequences, its kind and its bytes of memory."""

@@ -431,6 +431,14 @@ def test_full_recomputation_may_be_of_some_layers(text: str, layers: int | None)
     assert (stage.recompute, stage.recompute_layers) == ("full", layers)
 
 
+def test_a_share_of_all_layers_is_recomputed_wherever_stages_are_cut() -> None:
+    for some in range(9):
+        counts = [
+            s.recompute_layers for s in made(replace(SMALL, recompute=f"full, {some} of 8 layers")).plan.pipelines[0].stages
+        ]
+        assert len(counts) == 4 and sum(count or 0 for count in counts) == some
+
+
 @pytest.mark.parametrize(
     ("text", "stage", "offloads"),
     [("ZeRO-3 + CPU offload", 3, True), ("ZeRO-Offload (stage 2)", 2, True), ("ZeRO-3 (no offload)", 3, False)],
