@@ -46,7 +46,7 @@ MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
 
 FEW_DIVISORS = 4
-"""Fewer and larger micro-batches count, too, where the fewest that divide a batch are so many times as many as would be enough."""
+"""Fewer, larger micro-batches count, too, where the fewest that divide a batch are so many times as many as would be enough."""
 
 Looks: TypeAlias = tuple[int, int, int, int]
 """What decides how long a stage takes and how much it recomputes: its place, its sequences, its kind and its bytes of memory."""
