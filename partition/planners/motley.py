@@ -12,13 +12,10 @@ by their speed. So the search is over layouts alone:
        that were passed by, then from changes of the best. Where they end is judged. So are those grids that divide gradients,
        parameters or experts (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
        better.
-    2  Starts: symmetric grids; what `flashflex` finds by its graph partition; every way to deal the nodes, in the order of the
-       path whose slowest link is fastest, to equal pipelines: all nodes together, by kind of GPU, by METIS parts of the graph
-       of devices, node by node, group by group; for every degree.
-    3  Annealing from the best of all these, ever longer: groups split, join, move, swap, turn, leave and come back; pipelines
-       join, divide, are dealt anew; in one pipeline or in all that are alike, so that symmetric plans stay symmetric on the way
-       to a better one.
-    4  The best of different shapes are tuned: layers move from stage to stage, micro-batches from pipeline to pipeline.
+    2  Starts (`partition.starts`): symmetric grids, every way to deal the nodes to equal pipelines; and what `flashflex` finds by
+       its graph partition.
+    3  Annealing from the best of all these, ever longer, by random moves (`partition.moves`).
+    4  The best of different shapes are tuned by single changes (`partition.variants`).
     5  The finalists are judged by the search's own judge, then the best shapes with several ranges of layers in each stage where
        exact estimates say that they are better, then changes of the best.
 
@@ -37,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice, product, zip_longest
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,51 +42,43 @@ from partition.assembly import Assembly
 from partition.charges import Charges
 from partition.chunks import CHUNKS, chunked
 from partition.deals import (
-    MICRO_BATCHES,
     SCHEDULES,
     SPLIT_SCHEDULES,
     Deal,
     Deals,
     Layout,
-    changed_offload,
-    changed_zero,
     micro_batches,
-    shared_out,
 )
 from partition.drafts import (
     SLACK,
     Draft,
     Settings,
-    amount_of,
-    degrees,
-    fits_heads,
     make_plan,
-    most_recomputation,
-    recomputing,
     reject,
     rescheduled,
     simulation_work,
-    stage,
     unlike,
     usable_nodes,
 )
 from partition.estimated import Preparation, is_exact_compiled
 from partition.graph import DeviceGraph
 from partition.grids import Grids
+from partition.moves import Moves
 from partition.parallel import News, Team, beside, cores, side_by_side, team
 from partition.planners.flashflex import Climb
-from partition.planners.megatron import parts, shapes
+from partition.planners.megatron import parts
 from partition.pricing import Pricing
 from partition.room import Room
 from partition.search import BudgetSpent, Search, register
 from partition.shortage import least_hungry
+from partition.starts import Starts, twins
+from partition.variants import Variants
 from sim.cost.estimate import Estimate
 from sim.cost.estimates import Estimates
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Node
 from sim.spec.judge import Cost, Forecast, Verdict
-from sim.spec.plan import COUNTED_SCHEDULES, Pipeline, Plan, Stage
-from sim.spec.schedules import held_by
+from sim.spec.plan import Plan
 
 STEPS_EACH_GPU, STEPS_OF_GPUS, FEWEST_STEPS = 60, 256_000, 200
 """Steps of a walk: so many for each GPU of a small cluster, so many divided by the GPUs of a large one, whose steps take longer.
@@ -194,18 +183,12 @@ CHUNKED_SHAPES, CHUNKED_GRIDS, CHUNKED_NEAR = 6, 12, 1.2
 """So many of the best shapes, if they take at most so many times as long as the best, and so many grids are tried with several
 ranges of layers a stage."""
 
-MOST_SIZES = 16
-"""All sizes of micro-batches up to this are tried in finalists, and larger ones by doubling."""
-
 FINAL_SCHEDULES = (*SCHEDULES, ("1f1b", 1), ("zb-1p", 0), ("zb-2p", 0), ("gpipe", 0))
 
 
 Thing = TypeVar("Thing")
 Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
-
-Pipes: TypeAlias = list[list[tuple[str, ...]]]
-"""A layout's pipelines while a move changes them."""
 
 
 @register("motley", chooses_gpus=True, estimates=True)
@@ -298,24 +281,22 @@ class _Hunt:
     """One search: what is known of layouts, and the best of each shape."""
 
     def __init__(self, search: Search, nodes: Sequence[Node]) -> None:
-        self.search, self.job, self.rng = search, search.job, search.rng
+        self.search, self.job = search, search.job
         self.nodes = {node.name: node for node in nodes}
         self.pricing = Pricing(search.cluster, search.job)
         self.charges = Charges(search.cluster, search.job, search.objective, self.pricing)
         self.assembly = Assembly(search.cluster, search.job, self.pricing)
         self.graph = DeviceGraph(self.pricing.network, nodes)
         self.room = Room(search.cluster, search.job)
-        self.kind = {device.name: device.gpu.name for device in search.cluster.devices}
-        self.node = {device.name: device.node.name for device in search.cluster.devices}
-        kinds = {name: search.cluster.device(name).gpu for name in self.graph.devices}
-        self.speed = {name: (kind.peak(self.job.precision) or 0.0) * kind.speed for name, kind in kinds.items()}
-        self.memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
+        self.variants = Variants(search.cluster, self.job, self.room, self.charges.any)
         self.partitioned: list[tuple[Draft, Settings]] = []
         """The best drafts of the graph partition."""
         self.preparation = Preparation(search.cluster, search.job)
         self.estimates: Estimates | None = None
         self.known: dict[Layout, float] = {}
-        self.deals = Deals(self.graph, self.job, nodes, self.memory, search.seed)
+        memory = {name: float(search.cluster.device(name).gpu.memory_bytes) for name in self.graph.devices}
+        self.deals = Deals(self.graph, self.job, nodes, memory, search.seed)
+        self.starts = Starts(search.cluster, self.job, nodes, self.graph, self.deals, search.seed)
         self.dealt: dict[Deal, float] = {}
         self.firsts: list[Deal] = []
         self.ends: dict[int, tuple[float, Deal]] = {}
@@ -330,7 +311,6 @@ class _Hunt:
         """By the number of pipelines, how many times as long an end took by the judge as by its score, at most."""
         self.longest = 1, 0.0
         """The most work of a draft that was judged alone in this process, and the seconds that it took."""
-        self._grouped: dict[tuple[tuple[str, ...], int], list[tuple[str, ...]]] = {}
         self.found: dict[object, tuple[float, Layout, Draft]] = {}
         """The best layout of each shape."""
         count = len(self.graph.devices)
@@ -403,7 +383,7 @@ class _Hunt:
 
     def answer(self) -> list[tuple[Plan, Verdict]]:
         """Prices some starts, and has one of the best judged; the verdict, if there is one."""
-        for n, start in enumerate(self.starts()):
+        for n, start in enumerate(self.starts):
             self.score_s(start)
             if n >= FIRST_STARTS and self.late(FIRST):
                 break
@@ -439,7 +419,7 @@ class _Hunt:
     def start(self) -> None:
         """Prices the starts until their share of the budget is spent; descents may have taken more than theirs."""
         until_s = self.search.elapsed_s + max(self._left_s(STARTED), (STARTED - DEALT) * self.search.budget_s)
-        for start in self.starts():
+        for start in self.starts:
             self.score_s(start)
             if self.found and self.search.past(until_s):
                 break
@@ -510,7 +490,7 @@ class _Hunt:
         gpus = len(self.graph.devices)
         until_s = self.search.elapsed_s + max(self._left_s(BEGUN), (BEGUN - PARTITIONED) * self.search.budget_s)
         # Nearly square layouts are the best guess.
-        for number in sorted(self._twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
+        for number in sorted(twins(gpus), key=lambda number: (abs(math.log(number * number / gpus)), number)):
             if len(firsts) >= DEALERS and self.search.past(until_s):
                 break
             between()
@@ -914,9 +894,8 @@ class _Hunt:
     def walk(self, task: tuple[Layout, list[int], float]) -> list[tuple[float, Layout, Draft]]:
         """The best layouts of all shapes that annealing met on its way from one, within some seconds."""
         layout, seed, most_s = task
-        self.rng = np.random.default_rng(seed)
         with suppress(BudgetSpent):  # what it has met counts
-            self.anneal(layout, self.steps, self.search.elapsed_s + most_s)
+            self.anneal(layout, self.search.elapsed_s + most_s, np.random.default_rng(seed))
         return self.ranked()[:MOST_MET]
 
     # --- Scores ---
@@ -978,98 +957,16 @@ class _Hunt:
         """The best layouts of all shapes, the fastest first."""
         return sorted(self.found.values(), key=lambda entry: entry[0])
 
-    # --- Starts ---
-
-    def starts(self) -> Iterator[Layout]:
-        """Layouts to begin with, each once: symmetric grids and nodes dealt to pipelines, some of every sort in turn."""
-        gridded = _in_turn([self._gridded(part) for part in parts(list(self.nodes.values()))])
-        dealt = _in_turn([self._dealt(teams) for teams in self._teams()])
-        seen = set()
-        for layout in _in_turn([gridded, dealt]):
-            if layout not in seen:
-                seen.add(layout)
-                yield layout
-
-    def _gridded(self, part: Sequence[Node]) -> Iterator[Layout]:
-        """The symmetric grids on a part of the cluster."""
-        for pipelines in _from_both_ends(list(shapes(self.job, part))):
-            tensor = len(pipelines[0][0])
-            parallel = tensor > 1 and self.job.sequence_length % tensor == 0
-            for size, zero_stage in product(MICRO_BATCHES, (1, 0) if len(pipelines) > 1 else (1,)):
-                if self.job.global_batch % (len(pipelines) * size) == 0:
-                    yield Layout(pipelines, size, Settings(zero_stage=zero_stage, sequence_parallel=parallel))
-
-    def _dealt(self, teams: Sequence[Sequence[Sequence[str]]]) -> Iterator[Layout]:
-        """Pipelines of groups of one degree, dealt from teams of nodes."""
-        most = max(node.gpus for node in self.nodes.values())
-        widths = [degree for degree in degrees(self.job, most) if degree & (degree - 1) == 0] or [1]
-        sizes = [size for size in MICRO_BATCHES if self.job.global_batch % size == 0][:2]
-        for degree in widths:
-            grouped = [[self._groups(names, degree) for names in team] for team in teams]
-            most_groups = max(sum(map(len, team)) for team in grouped)
-            for twins in _from_both_ends(self._twins(most_groups)):
-                if most_groups // twins > self.job.model.layers:
-                    continue
-                pipes = tuple([pipe for team in grouped for pipe in shared_out(team, twins)])
-                if all(len(pipe) <= self.job.model.layers for pipe in pipes):
-                    for size, (schedule, ahead) in product(sizes, self.deals.schedules):
-                        if len(pipes) * size <= self.job.global_batch:
-                            yield Layout(pipes, size, Settings(schedule, ahead=ahead))
-
-    def _twins(self, groups: int) -> list[int]:
-        """Numbers of equal pipelines to deal so many groups to."""
-        return [n for n in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, groups}) if n <= groups]
-
-    def _teams(self) -> Iterator[list[list[list[str]]]]:
-        """Teams of nodes' devices, each in path order: all, by kind, the fastest kinds alone, by METIS, node by node."""
-        devices = self.graph.devices
-        by_kind: dict[str, list[str]] = {}
-        by_node: dict[str, list[str]] = {}
-        for name in devices:
-            by_kind.setdefault(self.kind[name], []).append(name)
-            by_node.setdefault(self.node[name], []).append(name)
-        groupings = [[devices], list(by_kind.values()), list(by_node.values())]
-        kinds = sorted(by_kind, key=lambda kind: -self.speed[by_kind[kind][0]])
-        for count in range(1, len(kinds)):
-            fastest = [name for kind in kinds[:count] for name in by_kind[kind]]
-            groupings += [[fastest], [by_kind[kind] for kind in kinds[:count]]]
-        for count in (2, 3, 4, 8):
-            if count < len(by_node):
-                for weight in (self.speed, self.memory):
-                    groupings.append(self.graph.partition(devices, count, [weight[n] for n in devices], self.search.seed))
-        seen: list[list[list[list[str]]]] = []
-        for grouping in groupings:
-            teams = [self._in_path_order(names) for names in grouping]
-            if teams not in seen:
-                seen.append(teams)
-                yield teams
-
-    def _in_path_order(self, devices: Sequence[str]) -> list[list[str]]:
-        """Devices by node, along the path whose slowest link is fastest, nodes with more memory first."""
-        by_node: dict[str, list[str]] = {}
-        for name in devices:
-            by_node.setdefault(self.node[name], []).append(name)
-        weight = {node: sum(self.memory[name] for name in names) for node, names in by_node.items()}
-        return [by_node[node] for node in self.graph.path(list(by_node), weight)]
-
-    def _groups(self, names: Sequence[str], degree: int) -> list[tuple[str, ...]]:
-        """A node's devices in groups of this degree, or of the largest below it that its number of devices allows."""
-        key = (tuple(names), degree)
-        found = self._grouped.get(key)
-        if found is None:
-            allowed = max(d for d in degrees(self.job, len(names)) if d <= degree)
-            found = self._grouped[key] = self.graph.tensor_groups(names, allowed, self.search.seed)
-        return found
-
     # --- Annealing ---
 
-    def anneal(self, layout: Layout, steps: int, until_s: float) -> None:
+    def anneal(self, layout: Layout, until_s: float, rng: np.random.Generator) -> None:
         """Walks from a layout by random moves; worse ones are accepted the less often the colder it is.
 
         It cools down again and again, each time twice as slowly, from the best so far: whenever time ends, most was not in vain.
         """
+        moves = Moves(self.search.cluster, self.job, self.graph.devices, self.deals, rng)
         best = self.score_s(layout), layout
-        cooling = FEWEST_STEPS
+        steps, cooling = self.steps, FEWEST_STEPS
         while steps > 0:
             cooling, steps = min(cooling, steps), steps - cooling
             at_s, layout = best
@@ -1077,289 +974,15 @@ class _Hunt:
                 if self.search.past(until_s):
                     return
                 heat = WARM * (COLD / WARM) ** (step / cooling)
-                changed = self.moved(layout)
+                changed = moves.moved(layout)
                 if changed is None:
                     continue
                 changed_s = self.score_s(changed)
-                if changed_s < math.inf and math.log(changed_s / at_s) < heat * -math.log(1 - self.rng.random()):
+                if changed_s < math.inf and math.log(changed_s / at_s) < heat * -math.log(1 - rng.random()):
                     layout, at_s = changed, changed_s
                     if at_s < best[0]:
                         best = at_s, layout
             cooling *= 2
-
-    def moved(self, layout: Layout) -> Layout | None:
-        """The layout after a random move; None where that move is not possible."""
-        if self.rng.random() < 0.1:
-            return self._reset(layout)
-        pipes: Pipes = [list(pipe) for pipe in layout.pipelines]
-        move = self._MOVES[self._draw(len(self._MOVES))]
-        if not move(self, pipes):
-            return None
-        pipes = [pipe for pipe in pipes if pipe]
-        if not pipes or any(len(pipe) > self.job.model.layers for pipe in pipes):
-            return None
-        return replace(layout, pipelines=tuple(tuple(pipe) for pipe in pipes))
-
-    def _draw(self, count: int) -> int:
-        return int(self.rng.integers(count))
-
-    def _reset(self, layout: Layout) -> Layout:
-        """The layout with another micro-batch, or other settings."""
-        settings = layout.settings
-        choice = self._draw(7)
-        if choice == 4:
-            schedule, ahead = self.deals.schedules[self._draw(len(self.deals.schedules))]
-            return replace(layout, settings=settings.under(schedule, ahead))
-        if choice == 6:
-            others = list(self.deals.resliced(settings))
-            return replace(layout, settings=others[self._draw(len(others))]) if others else layout
-        if choice == 0:
-            return replace(layout, settings=replace(settings, sequence_parallel=not settings.sequence_parallel))
-        if choice in (1, 5):
-            changed = changed_zero(settings) if choice == 1 else changed_offload(settings)
-            return layout if changed is None else replace(layout, settings=changed)
-        sizes = micro_batches(self.job, layout.micro_batch)
-        return replace(layout, micro_batch=sizes[self._draw(len(sizes))])
-
-    def _some(self, pipes: Pipes) -> list[int]:
-        """A random pipeline, alone or with all that are alike."""
-        chosen = self._draw(len(pipes))
-        if self.rng.random() < 0.3:
-            return [chosen]
-        sign = self._sign(pipes[chosen])
-        return [p for p, pipe in enumerate(pipes) if self._sign(pipe) == sign]
-
-    def _sign(self, pipe: Sequence[tuple[str, ...]]) -> object:
-        return tuple((self.kind[group[0]], len(group)) for group in pipe)
-
-    def _split(self, pipes: Pipes) -> bool:
-        """A group becomes two stages of half its degree."""
-        chosen = self._some(pipes)
-        i = self._draw(len(pipes[chosen[0]]))
-        half, rest = divmod(len(pipes[chosen[0]][i]), 2)
-        if rest or not half or not fits_heads(self.job, half):
-            return False
-        for p in chosen:
-            group = pipes[p][i]
-            pipes[p][i : i + 1] = [group[:half], group[half:]]
-        return True
-
-    def _join(self, pipes: Pipes) -> bool:
-        """Two neighbouring stages of one node become one of both their degrees."""
-        chosen = self._some(pipes)
-        first = pipes[chosen[0]]
-        if len(first) < 2:
-            return False
-        i = self._draw(len(first) - 1)
-        if not fits_heads(self.job, len(first[i]) + len(first[i + 1])):
-            return False
-        if any(self.node[pipes[p][i][0]] != self.node[pipes[p][i + 1][0]] for p in chosen):
-            return False
-        for p in chosen:
-            pipes[p][i : i + 2] = [pipes[p][i] + pipes[p][i + 1]]
-        return True
-
-    def _regroup(self, pipes: Pipes) -> bool:
-        """All stages of one kind of GPU get another degree: runs of groups on one node are grouped anew."""
-        chosen = self._some(pipes)
-        kinds = sorted({self.kind[group[0]] for group in pipes[chosen[0]]})
-        kind = kinds[self._draw(len(kinds))]
-        degree = 1 << self._draw(4)
-        for p in chosen:
-            made: list[tuple[str, ...]] = []
-            run: list[tuple[str, ...]] = []
-            for group in [*pipes[p], ()]:
-                if run and (not group or self.node[group[0]] != self.node[run[0][0]]):
-                    names = [name for one in run for name in one]
-                    if self.kind[names[0]] != kind:
-                        made += run
-                    elif len(names) % degree or not fits_heads(self.job, degree):
-                        return False
-                    else:
-                        made += [tuple(names[a : a + degree]) for a in range(0, len(names), degree)]
-                    run = []
-                if group:
-                    run.append(group)
-            pipes[p] = made
-        return True
-
-    def _turn(self, pipes: Pipes) -> bool:
-        """A part of the stages in the other order."""
-        chosen = self._some(pipes)
-        count = len(pipes[chosen[0]])
-        a, b = sorted((self._draw(count + 1), self._draw(count + 1)))
-        if b - a < 2:
-            a, b = 0, count
-        for p in chosen:
-            pipes[p][a:b] = pipes[p][a:b][::-1]
-        return count > 1
-
-    def _shift(self, pipes: Pipes) -> bool:
-        """A run of stages goes to another place in its pipeline."""
-        chosen = self._some(pipes)
-        count = len(pipes[chosen[0]])
-        if count < 2:
-            return False
-        a = self._draw(count)
-        b = min(count, a + 1 + self._draw(4))
-        to = self._draw(count - (b - a) + 1)
-        for p in chosen:
-            run = pipes[p][a:b]
-            rest = pipes[p][:a] + pipes[p][b:]
-            pipes[p] = rest[:to] + run + rest[to:]
-        return True
-
-    def _drop(self, pipes: Pipes) -> bool:
-        """A stage's GPUs are left out."""
-        chosen = self._some(pipes)
-        i = self._draw(len(pipes[chosen[0]]))
-        for p in chosen:
-            del pipes[p][i]
-        return True
-
-    def _take(self, pipes: Pipes) -> bool:
-        """GPUs that were left out become a stage somewhere, or a pipeline."""
-        used = {name for pipe in pipes for group in pipe for name in group}
-        by_node: dict[str, list[str]] = {}
-        for name in self.graph.devices:
-            if name not in used:
-                by_node.setdefault(self.node[name], []).append(name)
-        if not by_node:
-            return False
-        left = list(by_node.values())
-        names = left[self._draw(len(left))]
-        allowed = degrees(self.job, len(names))
-        degree = allowed[self._draw(len(allowed))]
-        groups = [tuple(names[a : a + degree]) for a in range(0, len(names) - degree + 1, degree)]
-        if self.rng.random() < 0.2:
-            pipes.append(groups)
-            return True
-        for group in groups[: 1 + self._draw(len(groups))]:
-            pipe = pipes[self._draw(len(pipes))]
-            at = [i for i, other in enumerate(pipe) if self.node[other[0]] == self.node[group[0]]]
-            pipe.insert(at[0] if at else self._draw(len(pipe) + 1), group)
-        return True
-
-    def _two(self, pipes: Pipes) -> tuple[list[int], list[int]] | None:
-        """Two pipelines, or two families of pipelines that are alike, pair by pair; None where there are none."""
-        if len(pipes) < 2:
-            return None
-        ones, others = self._some(pipes), self._some(pipes)
-        if ones == others:
-            half = len(ones) // 2
-            return (ones[:half], ones[half : 2 * half]) if half else None
-        others = [p for p in others if p not in ones]
-        count = min(len(ones), len(others))
-        return (ones[:count], others[:count]) if count else None
-
-    def _give(self, pipes: Pipes) -> bool:
-        """A stage goes to another pipeline, next to a stage on its node if there is one."""
-        pairs = self._two(pipes)
-        if pairs is None:
-            return False
-        i = self._draw(len(pipes[pairs[0][0]]))
-        for p, q in zip(*pairs, strict=True):
-            if i >= len(pipes[p]):
-                return False
-            group = pipes[p].pop(i)
-            at = [k for k, other in enumerate(pipes[q]) if self.node[other[0]] == self.node[group[0]]]
-            pipes[q].insert(at[self._draw(len(at))] if at else self._draw(len(pipes[q]) + 1), group)
-        return True
-
-    def _swap(self, pipes: Pipes) -> bool:
-        """Stages of two pipelines change places."""
-        pairs = self._two(pipes)
-        if pairs is None:
-            return False
-        i, j = self._draw(len(pipes[pairs[0][0]])), self._draw(len(pipes[pairs[1][0]]))
-        for p, q in zip(*pairs, strict=True):
-            if i >= len(pipes[p]) or j >= len(pipes[q]):
-                return False
-            pipes[p][i], pipes[q][j] = pipes[q][j], pipes[p][i]
-        return True
-
-    def _chain(self, pipes: Pipes) -> bool:
-        """Two pipelines become one: one after the other, or their stages node by node."""
-        pairs = self._two(pipes)
-        if pairs is None:
-            return False
-        by_node = self.rng.random() < 0.5
-        for p, q in zip(*pairs, strict=True):
-            joined = pipes[p] + pipes[q]
-            if by_node:
-                nodes = list(dict.fromkeys(self.node[group[0]] for group in joined))
-                joined.sort(key=lambda group: nodes.index(self.node[group[0]]))
-            pipes[p], pipes[q] = joined, []
-        return True
-
-    def _divide(self, pipes: Pipes) -> bool:
-        """A pipeline becomes two: dealt in turn, so that each has a half of every node, or cut at one place."""
-        chosen = self._some(pipes)
-        count = len(pipes[chosen[0]])
-        if count < 2:
-            return False
-        at = 1 + self._draw(count - 1)
-        dealt = self.rng.random() < 0.7
-        for p in chosen:
-            if dealt:
-                runs: list[list[tuple[str, ...]]] = []
-                for group in pipes[p]:
-                    if runs and self.node[runs[-1][0][0]] == self.node[group[0]]:
-                        runs[-1].append(group)
-                    else:
-                        runs.append([group])
-                one, other = (list(pipe) for pipe in (*shared_out(runs, 2), (), ())[:2])
-            else:
-                one, other = pipes[p][:at], pipes[p][at:]
-            pipes[p] = one
-            pipes.append(other)
-        return True
-
-    def _halve(self, pipes: Pipes) -> bool:
-        """A pipeline becomes two with the same stages, each of a half of every group."""
-        chosen = self._some(pipes)
-        sizes = {len(group) for group in pipes[chosen[0]]}
-        if any(size % 2 or not fits_heads(self.job, size // 2) for size in sizes):
-            return False
-        for p in chosen:
-            pipes.append([group[len(group) // 2 :] for group in pipes[p]])
-            pipes[p] = [group[: len(group) // 2] for group in pipes[p]]
-        return True
-
-    def _fuse(self, pipes: Pipes) -> bool:
-        """Two pipelines with stages on the same nodes become one of both their degrees."""
-        pairs = self._two(pipes)
-        if pairs is None:
-            return False
-        for p, q in zip(*pairs, strict=True):
-            one, other = pipes[p], pipes[q]
-            if [self.node[group[0]] for group in one] != [self.node[group[0]] for group in other]:
-                return False
-            made = [a + b for a, b in zip(one, other, strict=True)]
-            if not all(fits_heads(self.job, len(group)) for group in made):
-                return False
-            pipes[p], pipes[q] = made, []
-        return True
-
-    _MOVES: tuple[Callable[[_Hunt, Pipes], bool], ...] = (
-        _split,
-        _join,
-        _regroup,
-        _turn,
-        _shift,
-        _shift,
-        _drop,
-        _take,
-        _take,
-        _give,
-        _give,
-        _swap,
-        _swap,
-        _chain,
-        _divide,
-        _halve,
-        _fuse,
-    )
 
     # --- The end ---
 
@@ -1417,7 +1040,7 @@ class _Hunt:
         They are ranked by their pace and the filling that is left, until a moment of the search, and drafted until another.
         """
         found: list[tuple[float, Layout]] = []
-        for layout in chain.from_iterable(self._gridded(part) for part in parts(list(self.nodes.values()))):
+        for layout in chain.from_iterable(self.starts.gridded(part) for part in parts(list(self.nodes.values()))):
             depth = len(layout.pipelines[0])
             if self.search.past(paced_until_s):
                 break
@@ -1484,9 +1107,9 @@ class _Hunt:
     def _tuned(self, entry: tuple[float, Draft, Settings]) -> tuple[float, Draft, Settings]:
         """A finalist after the changes that improve it by its estimate, or by its price where there are no estimates."""
         seconds, draft, settings = entry
-        self.rng = np.random.default_rng(self.search.seed)
+        rng = np.random.default_rng(self.search.seed)
         for _ in range(TUNINGS):
-            for changed in self._variants(draft, settings):
+            for changed in self.variants.of(draft, settings, rng):
                 if self.late(TUNED):
                     return seconds, draft, settings
                 changed_s = self.draft_s(changed, settings, seconds)
@@ -1499,12 +1122,12 @@ class _Hunt:
 
     def polish(self, seconds: float, draft: Draft, settings: Settings) -> None:
         """Has changes of the best draft judged while they help, several side by side, the most promising first."""
-        left = POLISHED
+        left, rng = POLISHED, np.random.default_rng(self.search.seed)
         better = True
         while better and left > 0:
             better = False
             known = []
-            for changed in self._variants(draft, settings):
+            for changed in self.variants.of(draft, settings, rng):
                 self.search.check_budget()
                 known.append((self.draft_s(changed, settings, seconds), changed))
             known.sort(key=lambda entry: entry[0])
@@ -1541,85 +1164,6 @@ class _Hunt:
         self.least_s = min([self.least_s, *told])
         return told
 
-    def _variants(self, draft: Draft, settings: Settings) -> Iterator[Draft]:
-        """The draft with one change in pipelines that are alike: a layer moved or recomputed, micro-batches moved or resized, or
-        one more or fewer of them held for a message."""
-        families: dict[object, list[int]] = {}
-        for p, pipeline in enumerate(draft):
-            sign = tuple(
-                (self.kind[s.replicas[0].devices[0]], len(s.replicas[0].devices), s.layers, s.in_flight) for s in pipeline.stages
-            )
-            families.setdefault((sign, pipeline.micro_batch), []).append(p)
-        for members in families.values():
-            stages = draft[members[0]].stages
-            order = self.rng.permutation(len(stages) ** 2)
-            for n in order:
-                giver, taker = divmod(int(n), len(stages))
-                if giver == taker or stages[giver].layer_count < 2:
-                    continue
-                made = list(draft)
-                for p in members:
-                    made[p] = replace(draft[p], stages=_moved_layer(draft[p].stages, giver, taker))
-                    made[p] = self._fitted(made[p], (giver, taker), len(draft), settings)
-                yield tuple(made)
-                if self.charges.any and stages[giver].recompute != "none":  # to wait may be cheaper than to compute again
-                    for p in members:
-                        own = made[p].stages
-                        made[p] = replace(made[p], stages=(*own[:giver], recomputing(own[giver], 0), *own[giver + 1 :]))
-                    yield tuple(made)
-            for n in range(len(stages)):
-                for changed in _recomputed(stages[n]):
-                    made = list(draft)
-                    for p in members:
-                        own = draft[p].stages
-                        made[p] = replace(draft[p], stages=(*own[:n], _like(own[n], changed), *own[n + 1 :]))
-                    yield tuple(made)
-            if settings.schedule in COUNTED_SCHEDULES:
-                for counts in _held_otherwise(draft[members[0]].in_flight):
-                    made = list(draft)
-                    for p in members:
-                        made[p] = self._fitted(draft[p].holding(counts), range(len(counts)), len(draft), settings)
-                    yield tuple(made)
-        groups = list(families.values())
-        for ones in groups:
-            for others in groups:
-                p, q = ones[0], others[-1]
-                if p != q and draft[p].micro_batch == draft[q].micro_batch and draft[p].micro_batches > 1:
-                    made = list(draft)
-                    made[p] = replace(draft[p], micro_batches=draft[p].micro_batches - 1)
-                    made[q] = replace(draft[q], micro_batches=draft[q].micro_batches + 1)
-                    yield tuple(made)
-            yield from self._with_other_micro_batches(draft, ones, settings)
-
-    def _fitted(self, pipeline: Pipeline, which: Iterable[int], copies: int, settings: Settings) -> Pipeline:
-        """One of so many pipelines, some of whose stages recompute as little as they must to fit, if they ever do."""
-        stages, last = list(pipeline.stages), len(pipeline.stages) - 1
-        for s in which if settings.zero_stage < 2 else ():  # of others `Room` knows nothing
-            devices, layers = stages[s].replicas[0].devices, stages[s].layer_count
-            held = self.room.stage(copies, len(devices), pipeline.micro_batch, settings, s == 0, s == last)
-            flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
-            amount = held.least_recomputation(self.room.capacity_bytes(devices), layers, flying)
-            if amount is not None:
-                stages[s] = recomputing(stages[s], amount)
-        return replace(pipeline, stages=tuple(stages))
-
-    def _with_other_micro_batches(self, draft: Draft, members: Sequence[int], settings: Settings) -> Iterator[Draft]:
-        """The draft with the same sequences of some pipelines in micro-batches of another size, recomputed as memory asks for."""
-        totals, own = {draft[p].micro_batch * draft[p].micro_batches for p in members}, draft[members[0]].micro_batch
-        for size in sorted({*range(1, MOST_SIZES + 1), *micro_batches(self.job, own)}):
-            if size == own or any(total % size for total in totals):
-                continue
-            for mode in ("none",) if settings.zero_stage < 2 else ("none", "full"):
-                made = list(draft)
-                for p in members:
-                    stages = tuple(
-                        stage(part.replicas[0].devices, part.layers[0], size, mode, in_flight=part.in_flight)
-                        for part in draft[p].stages
-                    )
-                    total = draft[p].micro_batch * draft[p].micro_batches
-                    made[p] = self._fitted(Pipeline(size, total // size, stages), range(len(stages)), len(draft), settings)
-                yield tuple(made)
-
 
 def _devices(layout: Layout) -> Iterator[str]:
     """The devices of a layout."""
@@ -1629,55 +1173,3 @@ def _devices(layout: Layout) -> Iterator[str]:
 def _is_short(draft: Draft, settings: Settings) -> bool:
     """Whether memory is so short that layers are recomputed or the optimizer's states offloaded."""
     return settings.offload_optimizer or any(part.recompute != "none" for pipeline in draft for part in pipeline.stages)
-
-
-def _from_both_ends(things: Sequence[Thing]) -> Iterator[Thing]:
-    """The first, the last, the second, the last but one, ...: one end is fast where memory is large, the other fits where not."""
-    for i in range(len(things)):
-        yield things[i // 2 if i % 2 == 0 else -(i // 2) - 1]
-
-
-def _in_turn(sources: Sequence[Iterator[Layout]]) -> Iterator[Layout]:
-    """One layout of each source after the other, until none has more."""
-    left = list(sources)
-    while left:
-        going = []
-        for source in left:
-            for layout in islice(source, 1):
-                yield layout
-                going.append(source)
-        left = going
-
-
-def _moved_layer(stages: Sequence[Stage], giver: int, taker: int) -> tuple[Stage, ...]:
-    """The stages with one layer less in one, and one more in another; what lies between moves along."""
-    counts = [part.layer_count for part in stages]
-    counts[giver] -= 1
-    counts[taker] += 1
-    made, start = [], 0
-    for part, count in zip(stages, counts, strict=True):
-        amount, most = amount_of(part), most_recomputation(count)
-        whole = amount == most_recomputation(part.layer_count)
-        made.append(recomputing(replace(part, layers=((start, start + count),)), most if whole else min(amount, most)))
-        start += count
-    return tuple(made)
-
-
-def _held_otherwise(in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The micro-batches that stages hold, with one more, or one fewer, for the message from one stage to the next."""
-    for n in range(len(in_flight) - 1):
-        for more in (1, -1):
-            if in_flight[n] + more >= in_flight[n + 1]:
-                yield tuple([count + more * (s <= n) for s, count in enumerate(in_flight)])
-
-
-def _recomputed(stage: Stage) -> Iterator[Stage]:
-    """The stage with recomputation of one layer more, or fewer."""
-    for amount in (amount_of(stage) - 1, amount_of(stage) + 1):
-        if 0 <= amount <= most_recomputation(stage.layer_count):
-            yield recomputing(stage, amount)
-
-
-def _like(stage: Stage, other: Stage) -> Stage:
-    """The stage with what another one recomputes."""
-    return recomputing(stage, amount_of(other))

@@ -109,7 +109,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, expects: bool, slowness_s: float) -> 
     search = Search(world, job(SMALL), slow)
     search.narrow(world, 10.0 / WALKED)  # begins by that clock
     hunt = _Hunt(search, usable_nodes(search))
-    for start in islice(hunt.starts(), 5):
+    for start in islice(hunt.starts, 5):
         hunt.score_s(start)
     hunt.judge_soon()
     hunt.begin_deals()
@@ -145,7 +145,7 @@ def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_trie
     hunt = untouched(world)
     search = hunt.search
     hunt.load(60.0)
-    hunt.score_s(next(hunt.starts()))
+    hunt.score_s(next(iter(hunt.starts)))
     hunt.judge_soon()
     first_s, hunt.longest = hunt.least_s, (1, 100.0)  # seconds for each unit of work
     hunt.begin_deals()
