@@ -8,20 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sim.calibrate import (
-    Calibrated,
-    Elsewhere,
-    Fitting,
-    Observed,
-    Prediction,
-    _interval,
-    _kendall,
-    calibrate,
-    constants_of,
-    observed,
-    peaks_bytes,
-    run_spread,
-)
+from sim.calibrate import Calibrated, Elsewhere, Observed, Prediction, calibrate, observed
+from sim.calibrate.constants import constants_of
+from sim.calibrate.fit import Fitting, _interval, _kendall, peaks_bytes
+from sim.calibrate.observations import run_spread
 from sim.cost.network import Network
 from sim.engine import simulate
 from sim.spec.bench import Bench, LinkMeasurement

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.calibrate.constants import DEVICE_PRIOR, KIND_PRIOR, PRIORS, Priors, applied, constants_of, rounded
+from sim.calibrate.observations import Elsewhere, Observed, median_messages_s, median_spans_s, observed, run_spread
 from sim.cost.collectives import between_lanes, collective, ring_exchange
 from sim.cost.compute import ComputeCost
 from sim.cost.estimate import Estimate
@@ -38,9 +40,9 @@ from sim.cost.traffic import message, switch_owners, work
 from sim.engine import simulate
 from sim.prepared import SpanKey
 from sim.spec.bench import Bench, LinkMeasurement
-from sim.spec.cluster import Calibration, Cluster, LinkOverride, link_names
+from sim.spec.cluster import Calibration, Cluster
 from sim.spec.compile import compile_plan
-from sim.spec.gpu import SPEEDS, GpuKind, is_cpu
+from sim.spec.gpu import GpuKind
 from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
@@ -48,17 +50,13 @@ from sim.spec.program import (
     BackwardWeight,
     Compute,
     Forward,
-    Instruction,
     OptimizerStep,
     Program,
-    Recv,
-    Send,
-    matching_send,
     work_key,
 )
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
-from sim.spec.trace import Span, Trace, period_s
+from sim.spec.trace import Trace
 
 NEEDED_PLANS = 4
 """Different plans that a fit needs: two to fit, and two to tell how well it predicts."""
@@ -71,28 +69,6 @@ and of the bytes at a GPU's peak."""
 
 CLOCK_S = 1e-4
 """Seconds that a recorded span may be off."""
-
-KIND_PRIOR, DEVICE_PRIOR, PROTOCOL_PRIOR, RECORD_PRIOR = 0.3, 0.15, 0.3, 0.3
-"""Standard deviations of the priors of logarithms: the speed of a kind, of a device beside its kind's, the rate of a protocol,
-the fractions of an efficiency record."""
-
-RECORD_UNITS = {"launch_s": 2e-6, "matmul_half_s": 2e-6, "attention_keys": 32.0}
-"""What of an efficiency record may be nothing: the prior's standard deviation is the value, and no less than this."""
-
-
-@dataclass(frozen=True)
-class Priors:
-    """Standard deviations of the priors that a file tells least of; of some, those are taken that predict plans held out best."""
-
-    link: float = 0.05
-    """Of the logarithm of a link's rate beside its protocol's."""
-    share: float = 1e-3
-    """Of a time (a latency, the start of a message, what each pass takes besides), as a fraction of the median iteration, where
-    the file's value is smaller; ten times that for what each iteration takes besides."""
-
-
-PRIORS = (Priors(), Priors(link=0.2), Priors(share=1e-4))
-"""Those that are tried: cards of one protocol are alike or not, hosts take time for a message or not."""
 
 TOLD = 0.5
 """What may be left of the prior's standard deviation of a constant that the data tell."""
@@ -116,247 +92,7 @@ RESAMPLES = 2000
 COVERAGE = 0.9
 """How often a prediction interval is to hold what is measured."""
 
-MessageKey: TypeAlias = tuple[str, Send]
-"""The sender, and what it sends, of micro-batch 0."""
-
 Vector: TypeAlias = NDArray[np.float64]
-
-
-# --- Observations ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What the runs of one plan measured."""
-
-    plan: Plan
-    names: tuple[str, ...]
-    """Of the runs' files."""
-    origin: str
-    iterations_s: tuple[float, ...]
-    """Of each run."""
-    spans_s: Mapping[SpanKey, float]
-    """Median seconds of the instructions that compute."""
-    messages_s: Mapping[MessageKey, float]
-    """Median seconds of messages that their receivers waited for, from the moment they were handed over until they were there."""
-    peaks_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Of GPUs, the median of what the allocator had reserved at the peak; a CPU's process tells too little of it."""
-
-    @property
-    def iteration_s(self) -> float:
-        """Median seconds of an iteration."""
-        return median(self.iterations_s)
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A run on another cluster that has kinds of the one that is calibrated, such as a published one."""
-
-    name: str
-    """Of the file that tells of it."""
-    source: str
-    """Who measured it: the runs of a source together count as the root of their number."""
-    plan: Plan
-    cluster: Cluster
-    """Where it ran, with the software that it ran on."""
-    iteration_s: float
-
-
-def observed(runs: Sequence[tuple[str, Trace]], cluster: Cluster, several_models: bool = False) -> tuple[Observed, ...]:
-    """What some runs measured, plan by plan, in the order of the runs; each has the name of its file.
-
-    Raises InputError for a trace that is simulated, or of another cluster, of devices that this one lacks, of another origin
-    or (but with `several_models`) another model than the first, or whose spans are not of its plan.
-    """
-    found: dict[str, list[tuple[str, Trace]]] = {}
-    for name, trace in runs:
-        _check(name, trace, cluster, *runs[0], several_models)
-        found.setdefault(trace.plan.to_json(), []).append((name, trace))
-    observations = []
-    for traces in found.values():
-        spans: dict[SpanKey, list[float]] = {}
-        for _, trace in traces:
-            for key, seconds in _spans_s(trace).items():
-                spans.setdefault(key, []).append(seconds)
-        first = traces[0][1]
-        # The first device of a lane is recorded, and its optimizer step waits for no other: of several it tells too little.
-        kept = {key: median(some) for key, some in spans.items() if key[1] is not OptimizerStep or len(first.lanes[key[0]]) == 1}
-        times = tuple(period_s(trace) for _, trace in traces)
-        sent: dict[MessageKey, list[float]] = {}
-        for _, trace in traces:
-            for message_key, seconds in _messages_s(trace).items():
-                sent.setdefault(message_key, []).append(seconds)
-        messages = {key: median(some) for key, some in sent.items()}
-        peaks: dict[str, float] = {}
-        if first.origin == "measured":
-            for device, num_bytes in first.peak_bytes.items():
-                if num_bytes > 0 and not is_cpu(cluster.device(device).node.gpu):
-                    peaks[device] = median(trace.peak_bytes.get(device, num_bytes) for _, trace in traces)
-        names = tuple(name for name, _ in traces)
-        observations.append(Observed(first.plan, names, first.origin, times, kept, messages, peaks))
-
-    return tuple(observations)
-
-
-def _check(name: str, trace: Trace, cluster: Cluster, first_name: str, first: Trace, several_models: bool) -> None:
-    """Nothing. Raises InputError as `observed` says."""
-    if trace.origin == "simulated":
-        raise InputError(f"{name}: constants are fitted on measured or paced runs, but this one is simulated")
-    if trace.cluster != cluster.name:
-        raise InputError(f"{name}: the run is of the cluster {trace.cluster!r}, but the constants to fit are of {cluster.name!r}")
-    try:
-        for device in trace.plan.devices:
-            cluster.device(device)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from None
-    if not several_models and trace.plan.transformer != first.plan.transformer:
-        shapes = [f"{one.name} ({one.layers} layers of {one.hidden})" for one in (trace.plan.transformer, first.plan.transformer)]
-        raise InputError(f"{name}: all runs are of one model, but this one is of {shapes[0]}, and {first_name} of {shapes[1]}")
-    if trace.origin != first.origin:
-        raise InputError(
-            f"{name}: runs are all measured or all paced, but this one is {trace.origin}, and {first_name} {first.origin}"
-        )
-    if not trace.iteration_s > 0:
-        raise InputError(f"{name}: an iteration takes more than 0 s, but this one has {trace.iteration_s!r} s")
-    program = {lane.name: set(lane.instructions) for lane in compile_plan(trace.plan).lanes}
-    for span in trace.spans:
-        if span.instruction not in program.get(span.lane, ()):
-            raise InputError(f"{name}: its spans are of another plan: there is no {span.instruction} on the lane {span.lane!r}")
-
-
-def _spans_s(trace: Trace) -> dict[SpanKey, float]:
-    """Median seconds of the instructions of a trace that compute."""
-    found: dict[SpanKey, list[float]] = {}
-    for span in trace.spans:
-        if isinstance(span.instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
-            key = (span.lane, *work_key(span.instruction, trace.plan.sequence_slices))
-            found.setdefault(key, []).append(span.end_s - span.start_s)
-    return {key: median(seconds) for key, seconds in found.items()}
-
-
-def _messages_s(trace: Trace) -> dict[MessageKey, float]:
-    """Median seconds of the messages of a trace that tell what links take: whose receiver waited before they were handed over,
-    and that were handed over after the one before them had come."""
-    sent_s = {(span.lane, span.instruction): span.start_s for span in trace.spans if isinstance(span.instruction, Send)}
-    arrivals: dict[tuple[str, str, type[Instruction]], list[tuple[float, float, Span, Send]]] = {}
-    for span in trace.spans:
-        if isinstance(span.instruction, Recv):
-            sender, send = matching_send(span.lane, span.instruction)
-            if (sender, send) in sent_s:
-                start_s = sent_s[sender, send]
-                arrivals.setdefault((sender, span.lane, type(send)), []).append((start_s, span.end_s, span, send))
-    found: dict[MessageKey, list[float]] = {}
-    for (sender, _, _), messages in arrivals.items():
-        free_s = -math.inf
-        for start_s, end_s, span, send in sorted(messages, key=lambda message: message[:2]):
-            if span.start_s <= start_s and free_s <= start_s < end_s:
-                found.setdefault((sender, replace(send, micro_batch=0)), []).append(end_s - start_s)
-            free_s = max(free_s, end_s)
-    return {key: median(seconds) for key, seconds in found.items()}
-
-
-def run_spread(observations: Iterable[Observed]) -> float | None:
-    """The relative standard deviation of the iteration from run to run of one plan; None where no plan ran twice."""
-    squares, freedom = 0.0, 0
-    for each in observations:
-        logs = np.log(each.iterations_s)
-        squares += float(((logs - logs.mean()) ** 2).sum())
-        freedom += len(logs) - 1
-    return math.sqrt(squares / freedom) if freedom else None
-
-
-# --- Constants -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One constant that is fitted. `apply(cluster, z)` is the cluster where it is z of its prior's standard deviations away."""
-
-    name: str
-    apply: Callable[[Cluster, float], Cluster]
-    lowest: float = -math.inf
-    highest: float = math.inf
-    """Of z."""
-    beside: str | None = None
-    """The constant that it is beside: the kind of a device, the protocol of a link."""
-    own: float = 1.0
-    """Standard deviation of the prior: of a time in seconds, else in the unit in which those it is beside have theirs."""
-    devices: frozenset[str] | None = None
-    """The devices that it is of; None: it may tell on any plan."""
-    links: frozenset[str] | None = None
-    """The links that it is of."""
-    value: Callable[[Cluster], float] = lambda _: math.nan
-    """Its value in a cluster, in SI units."""
-    unit: str = ""
-
-
-def constants_of(
-    cluster: Cluster,
-    observations: Sequence[Observed],
-    links: Sequence[LinkMeasurement] = (),
-    records: bool = False,
-    elsewhere: Sequence[Elsewhere] = (),
-    priors: Priors = PRIORS[0],
-) -> list[Constant]:
-    """The constants that are fitted for a cluster; with `records` also those of the kinds' efficiency records."""
-    computing = {name for each in observations for name in each.plan.devices}
-    used = computing | {name for one in links for name in one.members}
-    scale_s = median(each.iteration_s for each in observations) if observations else 1.0
-    found: list[Constant] = []
-    ran_here = {device.node.gpu.name for device in cluster.devices if device.name in computing}
-    ran = ran_here | {node.gpu.name for each in elsewhere for node in each.cluster.nodes}
-    for kind in dict.fromkeys(node.gpu.name for node in cluster.nodes if node.gpu.name in ran):
-        found += _of_kind(cluster, kind, records, kind in ran_here)
-    names = sorted(link_names(cluster))
-    found += _of_links(cluster, names, used, priors.link)
-    fabric = cluster.fabric
-    small_s = priors.share * scale_s
-    nodes = {cluster.device(name).node.name for name in used}
-    if len(nodes) > 1:
-        found.append(_time("fabric.latency", fabric.latency_s, small_s, _set_fabric("latency_s"), lambda c: c.fabric.latency_s))
-    for kind in dict.fromkeys(node.intra.kind for node in cluster.nodes if node.gpus > 1 and node.name in nodes):
-        value = _intra_latency(kind)
-        found.append(_time(f"latency inside {kind} nodes", value(cluster), small_s, _set_intra_latency(kind), value))
-    found.append(_time("fabric.start", fabric.start_s, small_s, _set_fabric("start_s"), lambda c: c.fabric.start_s))
-    found.append(_time("fabric.step", fabric.step_s, small_s, _set_fabric("step_s"), lambda c: c.fabric.step_s))
-    stack = cluster.stack
-    found.append(
-        _time("stack.micro_batch", stack.micro_batch_s, small_s, _set_stack("micro_batch_s"), lambda c: c.stack.micro_batch_s)
-    )
-    found.append(_time("stack.step", stack.step_s, 10 * small_s, _set_stack("step_s"), lambda c: c.stack.step_s))
-    found.append(
-        replace(
-            _time(
-                "stack.overlap_slowdown",
-                stack.overlap_slowdown,
-                0.1,
-                _set_stack("overlap_slowdown"),
-                lambda c: c.stack.overlap_slowdown,
-            ),
-            unit="",
-        )
-    )
-    if any(each.peaks_bytes for each in observations):
-        found += _of_memory(cluster)
-    return found
-
-
-def _of_memory(cluster: Cluster) -> list[Constant]:
-    """What the stack keeps of activations, and what its allocator loses. Of the context a run measures nothing."""
-
-    def keeping(c: Cluster, z: float) -> Cluster:
-        scale = c.stack.activation_scale * math.exp(RECORD_PRIOR * z)
-        return replace(c, stack=replace(c.stack, name="own", activation_scale=_figure(scale)))
-
-    unit = max(cluster.stack.fragmentation, 0.04)
-
-    def losing(c: Cluster, z: float) -> Cluster:
-        return replace(c, stack=replace(c.stack, name="own", fragmentation=_figure(max(0.0, c.stack.fragmentation + unit * z))))
-
-    return [
-        Constant("stack.activation_scale", keeping, -4.0, 4.0, value=lambda c: c.stack.activation_scale),
-        Constant("stack.fragmentation", losing, -cluster.stack.fragmentation / unit, 10.0, value=lambda c: c.stack.fragmentation),
-    ]
 
 
 def peaks_bytes(plan: Plan, stack: Stack) -> dict[str, int]:
@@ -366,226 +102,6 @@ def peaks_bytes(plan: Plan, stack: Stack) -> dict[str, int]:
         for p, s, r, parts in lane_parts(plan, stack)
         for name in plan.pipelines[p].stages[s].replicas[r].devices
     }
-
-
-def _of_kind(cluster: Cluster, kind: str, records: bool, ran_here: bool) -> list[Constant]:
-    """The speed of a kind, and of each of its devices beside it, if any ran here; its record's constants."""
-    devices = [device for device in cluster.devices if device.node.gpu.name == kind]
-    own = devices[0].node.gpu
-    bounds = math.log(SPEEDS[0] / own.speed), math.log(SPEEDS[1] / own.speed)
-    found = [
-        Constant(
-            f"speed of {kind}",
-            lambda c, z: _with_kind(c, kind, lambda gpu: replace(gpu, speed=_figure(gpu.speed * math.exp(KIND_PRIOR * z)))),
-            max(bounds[0], -2.0) / KIND_PRIOR,
-            min(bounds[1], 2.0) / KIND_PRIOR,
-            own=KIND_PRIOR,
-            devices=frozenset(device.name for device in devices),
-            value=lambda c: next(node.gpu.speed for node in c.nodes if node.gpu.name == kind),
-        )
-    ]
-    for name in (device.name for device in devices if ran_here):
-
-        def faster(c: Cluster, z: float, name: str = name) -> Cluster:
-            speeds = dict(c.device_speeds)
-            return replace(
-                c, device_speeds=tuple((speeds | {name: _figure(speeds.get(name, 1.0) * math.exp(DEVICE_PRIOR * z))}).items())
-            )
-
-        def speed(c: Cluster, name: str = name) -> float:
-            return c.device(name).gpu.speed
-
-        found.append(
-            Constant(f"speed of {name}", faster, -8.0, 8.0, f"speed of {kind}", DEVICE_PRIOR, frozenset([name]), value=speed)
-        )
-    for name in ("memory_fraction", "attention_fraction") if records else ():
-
-        def scaled(c: Cluster, z: float, name: str = name) -> Cluster:
-            return _with_record(c, kind, name, lambda value: _figure(value * math.exp(RECORD_PRIOR * z)))
-
-        highest = math.log(1 / getattr(own.efficiency, name)) / RECORD_PRIOR
-        found.append(
-            Constant(f"{name} of {kind}", scaled, -8.0, highest, devices=found[0].devices, value=_record_value(kind, name))
-        )
-    for name, least in RECORD_UNITS.items() if records else ():
-        start = getattr(own.efficiency, name)
-        unit = max(start, least)
-
-        def longer(c: Cluster, z: float, name: str = name, unit: float = unit) -> Cluster:
-            return _with_record(c, kind, name, lambda value: _figure(max(0.0, value + unit * z)))
-
-        found.append(
-            Constant(
-                f"{name.removesuffix('_s')} of {kind}",
-                longer,
-                -start / unit,
-                100.0,
-                devices=found[0].devices,
-                value=_record_value(kind, name),
-                unit="s" if name.endswith("_s") else "keys",
-            )
-        )
-    return found
-
-
-def _record_value(kind: str, field: str) -> Callable[[Cluster], float]:
-    return lambda c: next(float(getattr(node.gpu.efficiency, field)) for node in c.nodes if node.gpu.name == kind)
-
-
-def _with_kind(cluster: Cluster, kind: str, change: Callable[..., object]) -> Cluster:
-    """The cluster with a kind changed."""
-    known: dict[int, object] = {}
-    nodes = []
-    for node in cluster.nodes:
-        if node.gpu.name == kind:
-            if id(node.gpu) not in known:
-                known[id(node.gpu)] = change(node.gpu)
-            node = replace(node, gpu=known[id(node.gpu)])  # type: ignore[arg-type]
-        nodes.append(node)
-    return replace(cluster, nodes=tuple(nodes))
-
-
-def _with_record(cluster: Cluster, kind: str, field: str, change: Callable[[float], float]) -> Cluster:
-    """The cluster with one constant of a kind's efficiency record changed."""
-
-    def changed(gpu: object) -> object:
-        record = gpu.efficiency  # type: ignore[attr-defined]
-        return replace(gpu, efficiency=replace(record, **{field: change(getattr(record, field))}))  # type: ignore[type-var]
-
-    return _with_kind(cluster, kind, changed)
-
-
-def _of_links(cluster: Cluster, names: Sequence[str], used: set[str], prior: float) -> list[Constant]:
-    """The rates of protocols, of cards and wide-area links beside them, and the latencies of wide-area links."""
-    found: list[Constant] = []
-    nodes = [node for node in cluster.nodes if any(name.startswith(f"{node.name}/") for name in used)]
-    cards: dict[str, str] = {}
-    if len(nodes) > 1:
-        cards = {node.name: node.nic.kind for node in nodes if node.nic is not None}
-    inside = {"nvlink" if node.intra.is_nvlink else "pcie" for node in nodes if node.gpus > 1}
-    network = Network(cluster)
-    for protocol in sorted({*cards.values(), *inside}):
-        rate = cluster.fabric.efficiency(protocol)
-
-        def carried(c: Cluster, z: float, protocol: str = protocol) -> Cluster:
-            efficiency = dict(c.fabric.protocol_efficiency) | {
-                protocol: _figure(c.fabric.efficiency(protocol) * math.exp(PROTOCOL_PRIOR * z))
-            }
-            return replace(c, fabric=replace(c.fabric, protocol_efficiency=tuple(efficiency.items())))
-
-        def value(c: Cluster, protocol: str = protocol) -> float:
-            return c.fabric.efficiency(protocol)
-
-        highest = -math.log(rate) / PROTOCOL_PRIOR
-        found.append(Constant(f"fabric.protocol_efficiency.{protocol}", carried, -8.0, highest, own=PROTOCOL_PRIOR, value=value))
-    for name in names:
-        node = next((part.partition("/")[0] for part in name.split(">") if "/nic" in part), None)
-        if node in cards:
-            found.append(_link_rate(name, network, prior, cards[node]))
-        elif name.startswith("site:") and len({n.site for n in nodes}) > 1:
-            found.append(_link_rate(name, network, PROTOCOL_PRIOR))
-            found.append(_link_latency(name, network))
-    return found
-
-
-def _link_rate(name: str, network: Network, prior: float, protocol: str | None = None) -> Constant:
-    """The rate of one direction of a link, beside that of its protocol where it has one."""
-    rate = network.named(name).capacity_bytes_per_s
-    if any(link.name == name and link.bandwidth_bytes_per_s is not None for link in network.cluster.link_overrides):
-        protocol = None  # it has a rate of its own already
-    efficiency = network.cluster.fabric.efficiency(protocol) if protocol is not None else 1.0
-
-    def changed(c: Cluster, z: float) -> Cluster:
-        shared = c.fabric.efficiency(protocol) / efficiency if protocol is not None else 1.0
-        return with_link(c, name, bandwidth_bytes_per_s=_figure(rate * shared * math.exp(prior * z)))
-
-    return Constant(
-        f"bandwidth of {name}",
-        changed,
-        -8.0,
-        8.0,
-        None if protocol is None else f"fabric.protocol_efficiency.{protocol}",
-        prior,
-        links=frozenset([name]),
-        value=lambda c: Network(c).named(name).capacity_bytes_per_s,
-        unit="B/s",
-    )
-
-
-def _link_latency(name: str, network: Network) -> Constant:
-    """The latency of one direction of a link."""
-    now_s = network.named(name).latency_s
-    unit_s = max(now_s / 2, 1e-4)
-    return Constant(
-        f"latency of {name}",
-        lambda c, z: with_link(c, name, latency_s=_figure(max(0.0, now_s + unit_s * z))),
-        -now_s / unit_s,
-        20.0,
-        links=frozenset([name]),
-        value=lambda c: Network(c).named(name).latency_s,
-        unit="s",
-    )
-
-
-def with_link(cluster: Cluster, name: str, **changes: Any) -> Cluster:
-    """The cluster with what `LinkOverride` says of a link changed."""
-    known = {link.name: link for link in cluster.link_overrides}
-    known[name] = replace(known.get(name, LinkOverride(name)), **changes)
-    return replace(cluster, link_overrides=tuple(known.values()))
-
-
-def _time(
-    name: str, now: float, least_unit: float, change: Callable[[Cluster, float], Cluster], value: Callable[[Cluster], float]
-) -> Constant:
-    """A time of at least 0; its prior's standard deviation is its value, or `least_unit` where that is more."""
-    unit = max(now, least_unit)
-    return Constant(
-        name, lambda c, z: change(c, _figure(max(0.0, value(c) + unit * z))), -now / unit, 1000.0, own=unit, value=value, unit="s"
-    )
-
-
-def _set_fabric(field: str) -> Callable[[Cluster, float], Cluster]:
-    def changed(c: Cluster, value: float) -> Cluster:
-        changes: dict[str, Any] = {field: value}
-        return replace(c, fabric=replace(c.fabric, **changes))
-
-    return changed
-
-
-def _set_stack(field: str) -> Callable[[Cluster, float], Cluster]:
-    def changed(c: Cluster, value: float) -> Cluster:
-        changes: dict[str, Any] = {field: value}
-        return replace(c, stack=replace(c.stack, name="own", **changes))
-
-    return changed
-
-
-def _intra_latency(kind: str) -> Callable[[Cluster], float]:
-    return lambda c: next(node.intra.latency_s for node in c.nodes if node.intra.kind == kind)
-
-
-def _set_intra_latency(kind: str) -> Callable[[Cluster, float], Cluster]:
-    def changed(c: Cluster, value: float) -> Cluster:
-        nodes = (replace(n, intra=replace(n.intra, latency_s=value)) if n.intra.kind == kind else n for n in c.nodes)
-        return replace(c, nodes=tuple(nodes))
-
-    return changed
-
-
-def _figure(value: float) -> float:
-    """The value to six digits, as a file has it; less than 1e-12 is nothing."""
-    return float(f"{value:.6g}") if abs(value) >= 1e-12 else 0.0
-
-
-def applied(cluster: Cluster, constants: Sequence[Constant], z: Iterable[float]) -> Cluster:
-    """The cluster with its constants so many of their priors' standard deviations away from where they are."""
-    for constant, away in zip(constants, z, strict=True):
-        if away != 0:
-            cluster = constant.apply(cluster, float(away))
-    return cluster
-
-
-# --- The fit ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -768,7 +284,7 @@ class Fitting:
         known_s = each.spans_s if each.origin == "paced" else {}
         trace = simulate(each.plan, cluster, network=network, program=program, known_s=known_s)
         self._links_used.setdefault(number, frozenset(link.name for link in trace.links))
-        lanes, sent, spans = program.by_name, _messages_s(trace), _spans_s(trace)
+        lanes, sent, spans = program.by_name, median_messages_s(trace), median_spans_s(trace)
         cost, owners = ComputeCost(each.plan, cluster), switch_owners(each.plan, program.lanes, cluster)
         for key in each.spans_s:
             lane = lanes[key[0]]
@@ -1072,11 +588,11 @@ def calibrate(
         fitted_on=names,
         origin=observations[0].origin,
         plans=count,
-        error_before=_figure(errors_before.median),
-        error_after=_figure(errors_after.median),
+        error_before=rounded(errors_before.median),
+        error_after=rounded(errors_after.median),
         coverage=COVERAGE,
-        low=_figure(low),
-        high=_figure(high),
+        low=rounded(low),
+        high=rounded(high),
         not_told=tuple(told.name for told in fit.constants if not told.told),
     )
     spread = run_spread(observations)
