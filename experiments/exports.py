@@ -247,31 +247,39 @@ def to_megatron(plan: Plan) -> Export:
         flags.append(f"--context-parallel-size {grid.context}")
     if plan.expert_parallel > 1:
         flags.append(f"--expert-model-parallel-size {plan.expert_parallel}")
-    if plan.sequence_parallel and grid.tensor > 1:
+    if grid.tensor > 1 and (plan.sequence_parallel or model.experts is not None):
         flags.append("--sequence-parallel")
+        if not plan.sequence_parallel:
+            notes.differs.append("tensor parallelism of experts without sequence parallelism: Megatron-LM has both together")
+    if plan.expert_parallel > 1 and plan.precision == "fp16":
+        notes.refused.append("expert parallelism in fp16: Megatron-LM has it in bf16 and fp32")
     flags += _megatron_schedule(plan, grid, notes)
-    flags += _megatron_states(plan, grid)
-    flags += _megatron_recompute(grid, plan.transformer.experts is not None, notes)
+    flags += _megatron_states(plan, grid, notes)
+    flags += _megatron_recompute(grid, model.experts is not None, notes)
     flags += _MEGATRON_PRECISION[plan.precision]
     if plan.precision == "tf32":
         notes.by_hand.append("TF32 is switched on in torch (torch.backends.cuda.matmul.allow_tf32), not by a flag")
-    orders = {
-        "": _by_rank(grid, pipeline_fastest=False),
-        "--use-tp-pp-dp-mapping": _by_rank(grid, pipeline_fastest=True),
-    }
+    orders = {"": _by_rank(grid, pipeline_fastest=False)}
+    if grid.context == plan.expert_parallel == 1 and plan.zero_stage < 2:  # with these the other order does not go
+        orders["--use-tp-pp-dp-mapping"] = _by_rank(grid, pipeline_fastest=True)
     order, devices = _placement(orders, notes)
     flags += [order] if order else []
-    notes.by_hand.append("data, tokenizer, learning rate and the number of iterations: a plan does not say them")
-    return notes.export(lambda: _megatron_text(plan, devices, [*model_flags, *flags]))
+    notes.by_hand.append(
+        "data, tokenizer, learning rate, the number of iterations, and scaled rotary positions (rope_scaling in a config.json): "
+        "a plan does not say them"
+    )
+    in_turn = max(grid.tensor, grid.context) > 1 and plan.zero_stage < 2
+    return notes.export(lambda: _megatron_text(plan, devices, [*model_flags, *flags], in_turn))
 
 
-def _megatron_text(plan: Plan, devices: Sequence[str], flags: Sequence[str]) -> str:
-    """The script."""
+def _megatron_text(plan: Plan, devices: Sequence[str], flags: Sequence[str], in_turn: bool) -> str:
+    """The script; with `in_turn` kernels start in the order of the code, as Megatron-LM wants it for what overlaps them."""
     nodes = _nodes(devices)
     lines = [
         "#!/bin/sh",
         f"# {plan.transformer.name} on {plan.cluster}: {len(devices)} GPUs. Run it on every node, with its NODE_RANK.",
         *_rank_lines(devices),
+        *(["export CUDA_DEVICE_MAX_CONNECTIONS=1"] if in_turn else []),
         f"torchrun --nnodes {len(nodes)} --nproc-per-node {nodes[0][1]} --node-rank $NODE_RANK \\",
         "  --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-6000} pretrain_gpt.py \\",
     ]
@@ -305,6 +313,8 @@ def _megatron_model(model: Transformer, notes: _Notes) -> list[str]:
         f"--position-embedding-type {'rope' if model.position == 'rotary' else 'learned_absolute'}",
         f"--normalization {'RMSNorm' if model.norm == 'rmsnorm' else 'LayerNorm'}",
         f"--norm-epsilon {model.norm_epsilon:g}",
+        "--attention-dropout 0.0",  # by default Megatron-LM drops a tenth
+        "--hidden-dropout 0.0",
         *(bias or ()),
     ]
     if model.position == "rotary":
@@ -378,11 +388,16 @@ def _layout(counts: Sequence[int]) -> str:
     return "|".join(parts)
 
 
-def _megatron_states(plan: Plan, grid: _Grid) -> list[str]:
+def _megatron_states(plan: Plan, grid: _Grid, notes: _Notes) -> list[str]:
     """The flags of gradients, optimizer and how both are divided."""
+    if plan.offload_optimizer and plan.optimizer != "adamw":
+        notes.refused.append(f"the optimizer {plan.optimizer} in host memory: Megatron-LM offloads Adam alone")
+    if plan.offload_optimizer and plan.zero_stage == 0:
+        notes.differs.append("a whole optimizer in host memory: Megatron-LM divides one that it offloads (ZeRO 1)")
+    divided = plan.zero_stage >= 1 or plan.offload_optimizer
     flags = [f"--optimizer {'adam' if plan.optimizer == 'adamw' else 'sgd'}"]
     flags.append("--accumulate-allreduce-grads-in-fp32" if plan.gradient_precision == "fp32" else "--grad-reduce-in-bf16")
-    if plan.zero_stage >= 1:
+    if divided:
         flags.append("--use-distributed-optimizer")
     if plan.zero_stage >= 2:
         flags += [
@@ -393,7 +408,7 @@ def _megatron_states(plan: Plan, grid: _Grid) -> list[str]:
         ]
     if plan.overlap_gradients:
         flags.append("--overlap-grad-reduce")
-        flags += ["--overlap-param-gather"] if plan.zero_stage >= 1 else []
+        flags += ["--overlap-param-gather"] if divided else []
     copies = grid.data * grid.context
     if plan.zero_stage >= 1 and plan.shard_group is not None and plan.shard_group < copies:
         flags.append(f"--num-distributed-optimizer-instances {copies // plan.shard_group}")
@@ -469,8 +484,18 @@ def to_torchtitan(plan: Plan) -> Export:
         notes.differs.append(f"gradients in {plan.gradient_precision}: torchtitan reduces them in float32")
     if not plan.overlap_gradients:
         notes.differs.append("reductions after the whole backward: torchtitan overlaps them with it")
-    if plan.offload_optimizer:
+    divided = grid.data * grid.context > 1
+    if plan.offload_optimizer and divided:
         notes.differs.append("the optimizer alone in host memory: torchtitan offloads parameters and gradients, too")
+    elif plan.offload_optimizer:
+        notes.refused.append("the optimizer in host memory with one data-parallel rank: torchtitan offloads what FSDP divides")
+    if plan.precision in ("bf16", "fp8") and not divided and grid.tensor * grid.pipeline > 1:
+        notes.differs.append(
+            "bf16 with one data-parallel rank beside tensor or pipeline ranks: torchtitan's mixed precision is FSDP's, and without "
+            "it float32 (or training.dtype bfloat16, with states in bf16, too)"
+        )
+    if plan.precision == "fp8":
+        notes.by_hand.append('the converter float8 is called "quantize.linear.float8" since torchtitan 0.2')
     if plan.precision == "tf32":
         notes.by_hand.append("TF32 is switched on in torch (torch.backends.cuda.matmul.allow_tf32), not by a key")
     if plan.schedule not in _TITAN_SCHEDULES and grid.pipeline > 1:
@@ -539,7 +564,7 @@ def _titan_sharding(plan: Plan, grid: _Grid, notes: _Notes) -> tuple[int, int, s
     """
     if plan.zero_stage == 0 and grid.tensor == grid.pipeline == grid.context == 1:
         return grid.data, 1, "default"
-    if plan.zero_stage < 2:
+    if plan.zero_stage < 2 and grid.data * grid.context > 1:
         divided = "gradients and optimizer states" if plan.zero_stage == 0 else "gradients"
         notes.differs.append(
             f"ZeRO {plan.zero_stage}: torchtitan divides {divided}, too (FSDP2 that keeps the parameters, as ZeRO 2)"

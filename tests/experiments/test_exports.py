@@ -136,6 +136,29 @@ def test_a_megatron_script_says_job_model_and_states() -> None:
     }
     assert {name: flags.get(name) for name in expected} == expected
     assert not {"--pipeline-model-parallel-layout", "--recompute-granularity", "--context-parallel-size"} & set(flags)
+    assert flags["--attention-dropout"] == flags["--hidden-dropout"] == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"tensor": 1}, False),
+        ({"tensor": 2}, True),
+        ({"tensor": 2, "context_parallel": 2}, True),
+        ({"pipeline": 1, "tensor": 2, "zero_stage": 3}, False),  # FSDP wants several
+    ],
+)
+def test_one_connection_where_megatron_asks_for_it(changes: dict[str, Any], asked: bool) -> None:
+    assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1\ntorchrun " in text_of(grid(**changes), "megatron")) == asked
+
+
+def test_the_other_order_of_ranks_goes_with_neither_context_nor_expert_ranks() -> None:
+    made = grid(2, 4, 2, data_fastest=False)
+    assert "--use-tp-pp-dp-mapping" in text_of(made, "megatron")
+    for changes in ({"context_parallel": 2}, {"model": "mixtral-8x7b", "expert_parallel": 2}):
+        found = export(grid(2, 4, 2, data_fastest=False, **changes), "megatron")
+        assert "--use-tp-pp-dp-mapping" not in str(found.text)
+        assert any("start every rank by itself" in line for line in found.by_hand)
 
 
 def test_an_uneven_cut_is_a_layout() -> None:
@@ -195,6 +218,8 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"zero_stage": 3}, {"--use-megatron-fsdp", "--data-parallel-sharding-strategy"}),
         ({"shard_group": 1}, {"--num-distributed-optimizer-instances"}),
         ({"offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"}),
+        ({"zero_stage": 0, "offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-distributed-optimizer"}),
+        ({"model": "mixtral-8x7b"}, {"--num-experts", "--sequence-parallel"}),
         ({"precision": "fp16"}, {"--fp16"}),
         ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--num-experts", "--moe-router-topk"}),
         ({"model": "mistral-7b"}, {"--window-size"}),
@@ -205,7 +230,7 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
 def test_what_a_plan_says_has_its_flag(changes: dict[str, Any], expected: set[str]) -> None:
     flags = flags_of(text_of(grid(**changes), "megatron"))
     assert expected <= set(flags)
-    assert ("--use-distributed-optimizer" in flags) == (changes.get("zero_stage", 1) > 0)
+    assert ("--use-distributed-optimizer" in flags) == (changes.get("zero_stage", 1) > 0 or "offload_optimizer" in changes)
 
 
 def test_rows_of_the_embedding_are_filled_up_as_the_model_has_them() -> None:
@@ -375,6 +400,9 @@ def test_equal_replicas_are_data_parallel_ranks() -> None:
         ("megatron", {"model": "opt-350m"}, "embeddings of width 512"),
         ("megatron", {"model": "opt-1.3b"}, "the activation relu"),
         ("megatron", {"schedule": "zb-v", "cuts": [[(0, 8), (24, 32)], [(8, 16), (16, 24)]]}, "folded in a V"),
+        ("megatron", {"model": "mixtral-8x7b", "expert_parallel": 2, "precision": "fp16"}, "expert parallelism in fp16"),
+        ("megatron", {"optimizer": "sgd", "offload_optimizer": True}, "the optimizer sgd in host memory"),
+        ("torchtitan", {"data": 1, "offload_optimizer": True}, "the optimizer in host memory with one data-parallel rank"),
         ("torchtitan", {"model": "gpt3-13b"}, "positions of the kind learned"),
         ("torchtitan", {"precision": "fp16"}, "the precision fp16"),
         ("torchtitan", {"optimizer": "sgd"}, "the optimizer sgd"),
@@ -397,6 +425,9 @@ def test_what_a_system_cannot_say_is_refused(system: str, changes: dict[str, Any
     ("system", "changes", "told"),
     [
         ("megatron", {"schedule": "zb-1p"}, "the schedule zb-1p"),
+        ("megatron", {"model": "mixtral-8x7b"}, "tensor parallelism of experts without sequence parallelism"),
+        ("megatron", {"zero_stage": 0, "offload_optimizer": True}, "a whole optimizer in host memory"),
+        ("torchtitan", {"data": 1}, "bf16 with one data-parallel rank"),
         ("torchtitan", {"schedule": "eager-1f1b"}, "the schedule eager-1f1b"),
         ("megatron", {"in_flight": 5}, "micro-batches in flight"),
         ("torchtitan", {"in_flight": 5}, "micro-batches in flight"),
