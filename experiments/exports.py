@@ -491,8 +491,8 @@ def to_torchtitan(plan: Plan) -> Export:
         notes.refused.append("the optimizer in host memory with one data-parallel rank: torchtitan offloads what FSDP divides")
     if plan.precision in ("bf16", "fp8") and not divided and grid.tensor * grid.pipeline > 1:
         notes.differs.append(
-            "bf16 with one data-parallel rank beside tensor or pipeline ranks: torchtitan's mixed precision is FSDP's, and without "
-            "it float32 (or training.dtype bfloat16, with states in bf16, too)"
+            "bf16 with one data-parallel rank beside tensor or pipeline ranks: torchtitan's mixed precision is FSDP's, and "
+            "without it all is float32 (or training.dtype bfloat16, with states in bf16, too)"
         )
     if plan.precision == "fp8":
         notes.by_hand.append('the converter float8 is called "quantize.linear.float8" since torchtitan 0.2')
