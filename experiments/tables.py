@@ -350,7 +350,7 @@ def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative]
         table.add_row(
             str(len(plan.pipelines)),
             _span([len(pipeline.stages) for pipeline in plan.pipelines]),
-            _span([len(replica.devices) for _, _, _, replica in plan.replicas()]),
+            _tensor(plan),
             _kinds(plan.devices, cluster),
             seconds(took.iteration_s),
             compared,
@@ -359,6 +359,13 @@ def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative]
             why,
         )
     return _titled("The best plans of other shapes that were judged", table)
+
+
+def _tensor(plan: Plan) -> str:
+    """The tensor-parallel degrees of a plan, and the context-parallel one where it has that."""
+    ranks = plan.context_parallel
+    tensor = _span([len(replica.devices) // ranks for _, _, _, replica in plan.replicas()])
+    return f"{tensor} x {ranks} context" if ranks > 1 else tensor
 
 
 def front_table(plans: Sequence[tuple[Plan, Outlay]], cluster: Cluster, most: int = 10) -> Group:

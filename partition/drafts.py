@@ -1,7 +1,7 @@
 """Drafts: the pipelines of a plan while a planner still changes them, and what all planners do with them.
 
 A draft is a tuple of `sim.spec.plan.Pipeline`; those are not checked before they become a `Plan`. Every stage of a draft is
-one tensor-parallel group and holds one range of layers, in stage order.
+one tensor-parallel group, or as many as there are context ranks, and holds one range of layers, in stage order.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Settings:
     ahead: int = 0
     """Micro-batches that stages hold beside those of 1F1B for each message between nodes that is still to come."""
     sequence_slices: int = 1
+    context_parallel: int = 1
+    """Of each stage's devices, which are as many tensor-parallel groups."""
 
     def under(self, schedule: str, ahead: int = 0) -> Settings:
         """The settings with another schedule; in slices only where it takes them."""
@@ -142,6 +144,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         sequence_parallel=settings.sequence_parallel,
         expert_parallel=settings.expert_parallel,
         sequence_slices=settings.sequence_slices,
+        context_parallel=settings.context_parallel,
         offload_optimizer=settings.offload_optimizer,
         optimizer=job.optimizer,
     )
@@ -156,6 +159,7 @@ def settings_of(plan: Plan) -> Settings:
         plan.offload_optimizer,
         plan.expert_parallel,
         sequence_slices=plan.sequence_slices,
+        context_parallel=plan.context_parallel,
     )
 
 

@@ -1,8 +1,9 @@
 """Grids that divide more than optimizer states: pipelines of one cut, whose copies divide gradients (ZeRO 2), parameters, too
-(ZeRO 3), or the experts of a mixture.
+(ZeRO 3), the experts of a mixture, or every sequence (context parallelism).
 
 Where memory is tight and the network fast, a fully sharded plan needs no recomputation and has no bubble: with one stage it is
-what DeepSpeed and FSDP do. The grids are those of `partition.planners.megatron`. All pipelines have as many micro-batches; the
+what DeepSpeed and FSDP do. Where sequences are few and long, each may go over several tensor-parallel groups, whose keys
+and values go round. The grids are those of `partition.planners.megatron`. All pipelines have as many micro-batches; the
 sequences of each are dealt to them by their speed, so that faster GPUs take more. Of the layers those are recomputed for
 which memory has no room. A grid of M micro-batches whose stages compute for C seconds takes
 
@@ -12,15 +13,16 @@ at best, whichever is longer: under ZeRO 2 and 3 one reduce-scatter of the layer
 parameters, as if they hid behind the computation; what takes tokens to their experts and back counts for C. It is by this price
 that they are ranked.
 
-Sources: Rajbhandari et al. (2020), arXiv:1910.02054; Lepikhin et al. (2020), arXiv:2006.16668, for experts. Left out: stages of
-unlike kinds one after another, experts divided over unlike kinds, shard groups, uneven cuts.
+Sources: Rajbhandari et al. (2020), arXiv:1910.02054; Lepikhin et al. (2020), arXiv:2006.16668, for experts; Liu et al. (2023),
+arXiv:2310.01889, for the ring of context ranks. Left out: stages of unlike kinds one after another, experts or sequences divided
+over unlike kinds, and both together, shard groups, uneven cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import TypeAlias
 
 from partition.assembly import Groups
@@ -28,14 +30,14 @@ from partition.batches import Pace, divisors, split_batch
 from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import parts, shapes
-from partition.pricing import Pricing
+from partition.pricing import Devices, Pricing
 from sim.cost.memory import lane_parts
 from sim.cost.pieces import layer_seconds
 from sim.spec.cluster import Cluster, Node
 from sim.spec.compile import MOST_INSTRUCTIONS, instruction_estimate
 from sim.spec.counts import layer_parameter_parts
 from sim.spec.job import Job
-from sim.spec.plan import LayerRange, Pipeline
+from sim.spec.plan import LayerRange, Pipeline, tensor_groups
 
 ZERO_STAGES = (1, 2, 3)
 
@@ -44,6 +46,9 @@ MOST_STAGES = 8
 
 MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
+
+FEWEST_TOKENS = 4096
+"""Of a sequence that one context rank has: there are other ways to divide short ones."""
 
 FEW_DIVISORS = 4
 """Fewer, larger micro-batches count, too, where the fewest that divide a batch are so many times as many as would be enough."""
@@ -54,12 +59,21 @@ Looks: TypeAlias = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Grid:
-    """Tensor-parallel groups, pipeline by pipeline, the sequences that each has of a micro-batch, and the number of these."""
+    """The groups that are stages, pipeline by pipeline, the sequences that each has of a micro-batch, and the number of these.
+
+    A group is a tensor-parallel one, or as many one after another as there are context ranks.
+    """
 
     pipelines: tuple[Groups, ...]
     shares: tuple[int, ...]
     micro_batches: int
     settings: Settings
+
+
+def context_degrees(job: Job, most: int) -> list[int]:
+    """Over how many ranks, up to so many, a sequence may go, each of which has two equal stretches of it; none for one."""
+    tokens = job.sequence_length
+    return [ranks for ranks in range(2, min(most, tokens // FEWEST_TOKENS) + 1) if tokens % (2 * ranks) == 0]
 
 
 class Grids:
@@ -68,6 +82,7 @@ class Grids:
     def __init__(self, cluster: Cluster, job: Job, nodes: Sequence[Node], pricing: Pricing) -> None:
         self._cluster, self._job, self._nodes, self._pricing = cluster, job, nodes, pricing
         experts = 1 if job.model.experts is None else job.model.experts.experts
+        self._gpus = sum(node.gpus for node in nodes)
         self._fewer: dict[object, float] = {}
         self._expert_degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
 
@@ -104,26 +119,37 @@ class Grids:
         return found
 
     def _grids(self) -> Iterator[Grid]:
-        """All grids of at least two pipelines."""
+        """All grids of at least two pipelines, or context ranks; those that divide no sequences first."""
         job = self._job
+        for pipelines, settings, unlike in chain(self._arranged(1), *map(self._arranged, context_degrees(job, self._gpus))):
+            copies, ranks = len(pipelines), settings.context_parallel
+            one_s = [self._pricing.stage(groups[0], 1, settings).layer_forward_s for groups in pipelines]
+            for number in self._numbers(copies):
+                shares = split_batch(job.global_batch // number, [Pace(1, 0.0, seconds) for seconds in one_s])
+                most = max(MOST_SEQUENCES, -(-job.global_batch // (number * copies)))
+                if shares is None or max(shares) > most:
+                    continue
+                alike = not unlike and min(shares) == max(shares)
+                for degree, zero_stage in product(self._expert_degrees if ranks == 1 else (1,), ZERO_STAGES):
+                    if (degree > 1 and alike and copies % degree == 0) or (degree == 1 and (zero_stage > 1 or ranks > 1)):
+                        chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree)
+                        yield Grid(pipelines, tuple(shares), number, chosen)
+
+    def _arranged(self, ranks: int) -> Iterator[tuple[tuple[Groups, ...], Settings, bool]]:
+        """The stages of all grids of so many context ranks, what holds for them, and whether pipelines are of unlike kinds."""
         for part in parts(self._nodes):
             unlike = len({node.gpu for node in part}) > 1
-            for pipelines in shapes(job, part):
+            for pipelines in shapes(self._job, part):
                 copies, depth, tensor = len(pipelines), len(pipelines[0]), len(pipelines[0][0])
-                if copies < 2 or depth > (1 if unlike else MOST_STAGES) or job.sequence_length % tensor:
+                divides = copies % ranks == 0 and self._job.sequence_length // ranks % tensor == 0
+                if copies < 2 or depth > (1 if unlike else MOST_STAGES) or not divides:
                     continue
-                settings = Settings(sequence_parallel=tensor > 1)
-                one_s = [self._pricing.stage(groups[0], 1, settings).layer_forward_s for groups in pipelines]
-                for number in self._numbers(copies):
-                    shares = split_batch(job.global_batch // number, [Pace(1, 0.0, seconds) for seconds in one_s])
-                    most = max(MOST_SEQUENCES, -(-job.global_batch // (number * copies)))
-                    if shares is None or max(shares) > most:
-                        continue
-                    alike = not unlike and min(shares) == max(shares)
-                    for degree, zero_stage in product(self._expert_degrees, ZERO_STAGES):
-                        if (degree > 1 and alike and copies % degree == 0) or (degree == 1 and zero_stage > 1):
-                            chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree)
-                            yield Grid(pipelines, tuple(shares), number, chosen)
+                joined = tuple([_joined(pipelines[at : at + ranks]) for at in range(0, copies, ranks)])
+                if ranks == 1 or not unlike or all(self._is_of_one_kind(groups[0]) for groups in joined):
+                    yield joined, Settings(sequence_parallel=tensor > 1, context_parallel=ranks), unlike
+
+    def _is_of_one_kind(self, devices: Devices) -> bool:
+        return len({self._cluster.device(name).gpu for name in devices}) == 1
 
     def _cuts(self, grid: Grid) -> list[LayerRange]:
         """The layers of each stage."""
@@ -162,7 +188,8 @@ class Grids:
     def _exchange_s(self, grid: Grid, layers: int) -> float:
         """Seconds of what the copies of the first stage exchange for each micro-batch; its ends come once for all."""
         model, degree, zero_stage = self._job.model, grid.settings.expert_parallel, grid.settings.zero_stage
-        lanes = tuple([groups[0] for groups in grid.pipelines])
+        ranks = grid.settings.context_parallel
+        lanes = tuple([one for groups in grid.pipelines for one in tensor_groups(groups[0], ranks)])
         layer = layer_parameter_parts(model)
         seconds = 0.0
         # Those that hold the same experts are one of each group over which the experts are divided.
@@ -238,3 +265,8 @@ class Grids:
             if not asked:
                 break
         return found
+
+
+def _joined(pipelines: Sequence[Groups]) -> Groups:
+    """One pipeline of the groups of several: of each stage all their devices, those of one group after another."""
+    return tuple([tuple(chain.from_iterable(groups)) for groups in zip(*pipelines, strict=True)])

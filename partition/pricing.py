@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from partition.drafts import Draft, Settings, stage, updated_parameters
-from sim.cost.collectives import across_lanes, between_lanes, collective
+from sim.cost.collectives import across_lanes, between_lanes, collective, ring_exchange
 from sim.cost.compute import ComputeCost, Inside, TensorCollective, host_step_s
 from sim.cost.network import Network
 from sim.cost.traffic import ring_steps_s
@@ -43,7 +43,7 @@ from sim.spec.counts import (
     layer_parameters,
 )
 from sim.spec.job import Job
-from sim.spec.plan import Pipeline, Plan, Stage
+from sim.spec.plan import Pipeline, Plan, Stage, tensor_groups
 from sim.spec.program import Backward, BackwardWeight, Compute, Forward, Lane
 
 Devices: TypeAlias = tuple[str, ...]
@@ -205,15 +205,21 @@ class Pricing:
     def stage(self, devices: Devices, micro_batch: int, settings: Settings) -> StageSeconds:
         """The seconds of the pieces of a stage on these devices. They are as the simulation's, alone on their links.
 
-        Where sequences come in slices they are the mean of those of the slices.
+        Where sequences come in slices they are the mean of those of the slices. Of context ranks the keys and values go round
+        as if they hid behind the rest, or it behind them.
         Devices on which they are equal have the same object.
         """
-        key = (devices, micro_batch, settings.sequence_parallel, settings.sequence_slices)
+        key = (devices, micro_batch, settings.sequence_parallel, settings.sequence_slices, settings.context_parallel)
         found = self._stages.get(key)
         if found is None:
             computed, collectives = self._computed(devices, micro_batch, settings)
+            tensor, *_ = groups = tensor_groups(devices, settings.context_parallel)
+            ring = tuple([group[0] for group in groups])
             all_s = [
-                seconds + sum(self._collective_s(c, devices) for c in inside)
+                max(
+                    seconds + sum(self._collective_s(c, tensor) for c in inside if c.group != "context"),
+                    sum(self._ring_s(c, ring) for c in inside if c.group == "context"),
+                )
                 for seconds, inside in zip(computed, collectives, strict=True)
             ]
             forward, backward, pointwise, selective, recompute, *ends, weight, weight_head = all_s
@@ -240,8 +246,8 @@ class Pricing:
     ) -> tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]:
         """Seconds and collectives of the passes through one layer: plain, recomputed, with embedding, with head."""
         kinds = tuple(dict.fromkeys(id(self.cluster.device(name).gpu) for name in devices))
-        slices = settings.sequence_slices
-        key = (kinds, len(devices), micro_batch, settings.sequence_parallel, slices)
+        slices, ranks = settings.sequence_slices, settings.context_parallel
+        key = (kinds, len(devices), micro_batch, settings.sequence_parallel, slices, ranks)
         found = self._computation.get(key)
         if found is None:
             plan = Plan(
@@ -254,9 +260,11 @@ class Pricing:
                 gradient_precision=self.job.gradient_precision,
                 sequence_parallel=settings.sequence_parallel,
                 sequence_slices=slices,
+                context_parallel=ranks,
             )
             cost = ComputeCost(plan, self.cluster)
-            lane = Lane("probe", 0, 0, 0, devices, ((0, 1),), (0, micro_batch), 1, True, True, sequence_slices=slices)
+            whole = ((0, 1),), (0, micro_batch), 1, True, True
+            lane = Lane("probe", 0, 0, 0, devices, *whole, context_parallel=ranks, sequence_slices=slices)
             plain = Inside(1, 0, 0, 0, False, False)
             first, last = plain._replace(embedding=True), plain._replace(head=True)
             asked: tuple[tuple[type[Compute], Inside], ...] = (
@@ -286,6 +294,15 @@ class Pricing:
             transfer = collective(self.network, inner.kind, devices, inner.num_bytes, inner.count)
             steps_s = ring_steps_s(self.network, self.cluster.stack, (devices,), (inner,))
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
+        return found
+
+    def _ring_s(self, inner: TensorCollective, ranks: Devices) -> float:
+        """Seconds in which keys and values go round a ring of context ranks, alone on their links."""
+        key = (inner, ranks)
+        found = self._collective_seconds.get(key)
+        if found is None:
+            transfer = ring_exchange(self.network, ranks, inner.num_bytes, inner.count * (len(ranks) - 1))
+            found = self._collective_seconds[key] = self.network.alone_s(transfer)
         return found
 
     def all_to_all_s(self, devices: Devices, num_bytes: float) -> float:

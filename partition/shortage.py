@@ -2,17 +2,19 @@
 
 The least hungry plan is looked for among those that recompute everything, one sequence at a time: pipelines over all GPUs, or
 those that hold a layer, in a few orders, their layers cut so that the stage that lacks most lacks the least; and copies of
-shorter pipelines that divide all of their state (ZeRO 3); each with tensor parallelism inside the nodes up to several degrees.
-What it does not do, as of the planners only `motley` does, is to keep states in the hosts' memory: that is among what is tried to
-make it fit, beside more of the same GPUs and shorter sequences.
+shorter pipelines that divide all of their state (ZeRO 3), for long sequences also with context parallelism; each with tensor
+parallelism inside the nodes up to several degrees. What it does not do, as of the planners only `motley` does, is to keep states
+in the hosts' memory: that is among what is tried to make it fit, beside more of the same GPUs and shorter sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from partition.drafts import Draft, Settings, all_under, degrees, make_plan, stage
+from partition.grids import context_degrees
 from partition.layers import even_split, ranges, split_layers
 from partition.room import Room
 from partition.search import lacking_bytes
@@ -81,11 +83,13 @@ def least_hungry(cluster: Cluster, job: Job, offload: bool = False) -> tuple[Pla
 def _described(plan: Plan) -> str:
     """The shape of a plan of this module in a few words."""
     pipelines, depth = len(plan.pipelines), len(plan.pipelines[0].stages)
-    tensor = max(len(part.devices) for part in plan.pipelines[0].stages)
+    ranks = plan.context_parallel
+    tensor = max(len(part.devices) // ranks for part in plan.pipelines[0].stages)
     copies = f"{pipelines} pipelines of " if pipelines > 1 else ""
-    zero = f", ZeRO {plan.zero_stage}" if pipelines > 1 else ""
+    context = f", context parallel {ranks}" if ranks > 1 else ""
+    zero = f", ZeRO {plan.zero_stage}" if pipelines * ranks > 1 else ""
     stages = "1 stage" if depth == 1 else f"{depth} stages"
-    return f"{copies}{stages}, tensor parallel {tensor}{zero}, full recompute, micro-batch 1"
+    return f"{copies}{stages}, tensor parallel {tensor}{context}{zero}, full recompute, micro-batch 1"
 
 
 # --- The least hungry plans ------------------------------------------------------------------------------------------
@@ -113,10 +117,14 @@ def _hungry_least(cluster: Cluster, job: Job) -> Iterator[tuple[Draft, Settings]
                 cut = _cut(job, room, order, settings)
                 if cut is not None:
                     yield cut, settings
-        for depth in (2**n for n in range(MOST_DEPTH.bit_length())):
-            copies = min(len(groups) // depth, job.global_batch)
-            if copies > 1 and depth <= job.model.layers:
-                yield _copies(job, groups[: copies * depth], copies, depth), Settings("1f1b", 3, parallel)
+        for ranks in (1, *context_degrees(job, len(groups))):
+            joined = [tuple(chain(*groups[at : at + ranks])) for at in range(0, len(groups) - ranks + 1, ranks)]
+            parts = job.sequence_length // ranks
+            divided = Settings("1f1b", 3, cap > 1 and all(parts % len(group) == 0 for group in groups), context_parallel=ranks)
+            for depth in (2**n for n in range(MOST_DEPTH.bit_length())):
+                copies = min(len(joined) // depth, job.global_batch)
+                if copies * ranks > 1 and copies and depth <= job.model.layers:
+                    yield _copies(job, joined[: copies * depth], copies, depth), divided
 
 
 def _groups(node: Node, job: Job, cap: int) -> list[Group]:

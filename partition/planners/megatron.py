@@ -12,7 +12,7 @@ as Megatron-LM has it, of stages whose layers divide into so many parts and of m
 With v parts a pipeline of d stages and m micro-batches is taken to fill and drain in a v-th of the time, (d - 1) / v for m in
 place of d - 1 (section 2.2); what the messages take that are v times as many, the judge says.
 
-Source: Narayanan et al. (2021), arXiv:2104.04473. Left out: ZeRO 2 and 3, groups that span nodes.
+Source: Narayanan et al. (2021), arXiv:2104.04473. Left out: ZeRO 2 and 3, context parallelism, groups that span nodes.
 """
 
 from __future__ import annotations

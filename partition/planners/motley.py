@@ -10,7 +10,7 @@ by their speed. So the search is over layouts alone:
        number of pipelines (and from the best again, in slices, too) and from random deals, then all the way from the best of
        these and from the best of many random deals of as many pipelines, then, where there is time, from numbers of pipelines
        that were passed by, then from changes of the best. Where they end is judged. So are those grids that divide gradients,
-       parameters or experts (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
+       parameters, experts or sequences (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
        better.
     2  Starts (`partition.starts`): symmetric grids, every way to deal the nodes to equal pipelines; and what `flashflex` finds by
        its graph partition.
@@ -142,6 +142,9 @@ TRUSTED = 1.15
 
 CLOSE = 1.01
 """The judge is not asked for what takes so many times as long by a trusted estimate as another one by the judge."""
+
+SPARED = 0.995
+"""Sequences go over several groups where that takes at most so many times as long as without."""
 
 HOPE = 1.04
 """A descent from a change of the best cuts no rows that has not come near enough to the best one by then."""
@@ -457,7 +460,12 @@ class _Hunt:
             for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
                 for name in SPLIT_SCHEDULES if settings.zero_stage < 2 and len(draft[0].stages) > 1 else ():
                     add(math.inf, draft, settings.under(name))
-        near = sorted((entry for entry in found if entry[0] < CLOSE * least_s), key=lambda entry: entry[0])
+        whole_s = min([self.least_s, *[seconds for seconds, _, settings in found if settings.context_parallel == 1]])
+        near = [
+            (seconds, draft, settings)
+            for seconds, draft, settings in sorted(found, key=lambda entry: entry[0])
+            if seconds < (CLOSE * least_s if settings.context_parallel == 1 else SPARED * whole_s)
+        ]
         self.judged([(draft, settings) for _, draft, settings in near[:TOGETHER]])
 
     def partition_graph(self) -> None:

@@ -8,8 +8,9 @@ from itertools import combinations
 
 import pytest
 
+import partition
 from partition.drafts import Settings, make_plan, stage
-from partition.shortage import least_hungry, shortage
+from partition.shortage import _hungry_least, least_hungry, shortage
 from sim.cost.feasibility import infeasible
 from sim.spec.cluster import Cluster
 from sim.spec.gpu import gpu_kind
@@ -17,7 +18,7 @@ from sim.spec.job import Job
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Pipeline
 from sim.spec.transformer import transformer
-from tests.partition.small_worlds import SMALL, cluster, job, mixed, node
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
 
 LARGE = replace(SMALL, name="large", layers=10, hidden=4096, ffn=11008, heads=32)
 """About 2.3 billion parameters, 10 layers: 41 GB of state."""
@@ -118,3 +119,18 @@ def test_what_nothing_makes_fit_is_told() -> None:
     reason = shortage(on, job(wide))
     assert reason is not None
     assert "neither 64 times the nodes, nor offloading the optimizer, nor shorter sequences would make it fit" in reason.message
+
+
+def test_a_long_sequence_fits_that_goes_over_several_gpus() -> None:
+    """Of one head nothing else divides a sequence: whole it needs four times the memory."""
+    model = replace(TINY, name="one head", heads=1, kv_heads=1, head_dim=1024)
+    world, work = cluster(node("a", "RTX3090", 4, "nvlink")), job(model, sequence_length=131072, batch=1)
+    least = least_hungry(world, work)
+    assert least is not None and least[1] is None and least[0].context_parallel > 1
+    assert all(
+        infeasible(make_plan(world, work, draft, settings), world) is not None
+        for draft, settings in _hungry_least(world, work)
+        if settings.context_parallel == 1
+    )
+    found = partition.plan(world, work, budget_s=4.0)
+    assert found.plan is not None and found.plan.context_parallel > 1
