@@ -297,7 +297,7 @@ class Result:
     others: tuple[tuple[Plan, Cost], ...] = ()
     """The best plans of other shapes, the best first."""
     stands_in: bool = False
-    """Whether the planner found no plan within its budget, and this is the best symmetric one in its place."""
+    """Whether the planner found no plan within its budget, and this is the best symmetric one, or a small one, in its place."""
 
 
 Planner: TypeAlias = Callable[[Search], None]
@@ -352,8 +352,8 @@ def plan(
     """The best plan that a planner found for a job on a cluster within its budget, judged by simulation unless told otherwise.
 
     An interrupt (Ctrl-C) ends the search with the best plan so far. Where the budget ends before any plan was found, the best
-    symmetric plan stands in. Raises InputError for an unknown planner or objective, a budget that is none,
-    and for dollars without prices.
+    symmetric plan stands in, or one that needs least memory. Raises InputError for an unknown planner or objective, a budget that
+    is none, and for dollars without prices.
     """
     run = planner_named(planner)
     aim = Objective(objective) if isinstance(objective, str) else objective
@@ -455,10 +455,18 @@ def _on_parts(search: Search, run: Planner, budget_s: float, chooses_gpus: bool)
 
 
 def _stand_in(search: Search) -> bool:
-    """Whether the best symmetric plan was found and keeps the constraints; the search has had it judged."""
-    from partition.symmetric import best_symmetric  # it is a user of this module
+    """Whether a plan was found that keeps the constraints, the best symmetric one or else one that needs least memory.
+
+    The search has had it judged.
+    """
+    from partition.shortage import least_hungry  # these are users of this module
+    from partition.symmetric import best_symmetric
 
     found = best_symmetric(search)
+    for offload in (False, True):
+        if found is None:
+            least = least_hungry(search.cluster, search.job, offload)
+            found = least[0] if least is not None and least[1] is None else None
     if found is not None:
         search.narrow(search.cluster, float("inf"))
         search.consider(found)

@@ -262,7 +262,7 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
     if result.stands_in:
         tell_error(
             f"warning: the budget of {by.budget_s:g} s ended before {by.planner} found a feasible plan; this is the best "
-            "symmetric one instead: give more time with --budget"
+            "symmetric one, or one that needs least memory, instead: give more time with --budget"
         )
 
 

@@ -10,8 +10,8 @@ by their speed. So the search is over layouts alone:
        number of pipelines (and from the best again, in slices, too) and from random deals, then all the way from the best of
        these and from the best of many random deals of as many pipelines, then, where there is time, from numbers of pipelines
        that were passed by, then from changes of the best. Where they end is judged. So are those grids that divide gradients,
-       parameters, experts or sequences (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`), and may be
-       better.
+       parameters, experts or sequences (`partition.grids`), or whose stages hold several ranges of layers (`partition.chunks`),
+       and may be better.
     2  Starts (`partition.starts`): symmetric grids, every way to deal the nodes to equal pipelines; and what `flashflex` finds by
        its graph partition.
     3  Annealing from the best of all these, ever longer, by random moves (`partition.moves`).

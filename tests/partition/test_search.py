@@ -25,7 +25,7 @@ from sim.spec.judge import Cost, Forecast, Infeasible, Verdict
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.transformer import transformer
-from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed
+from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
 from tests.partition.test_objective import priced
 
 JOB = job()
@@ -376,6 +376,15 @@ def test_the_best_symmetric_plan_stands_in_where_the_budget_is_too_small(monkeyp
     assert not partition.plan(on, work, "megatron", budget_s=600).stands_in
 
 
+def test_where_no_symmetric_plan_fits_the_one_that_needs_least_memory_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "idling", idling)
+    small = node("a", "RTX4090", 2)
+    on = cluster(replace(small, gpu=replace(small.gpu, memory_bytes=6 * 2**30)))  # 0.75 billion parameters take 13.5 GB
+    result = partition.plan(on, job(SMALL), "idling", budget_s=0.01)
+    assert (result.stopped, result.judged, result.stands_in) == ("budget", 1, True)
+    assert result.plan is not None and result.plan.offload_optimizer and infeasible(result.plan, on) is None
+
+
 def test_an_answer_that_the_clock_had_a_part_in_is_not_called_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def patient(search: Search) -> None:
         search.consider(SHAPES[0])
@@ -399,7 +408,7 @@ def test_no_plan_stands_in_where_none_keeps_the_constraints_or_fits(monkeypatch:
     slow = partition.plan(mixed(), job(SMALL), "idling", budget_s=0.01, objective=Objective(min_tokens_per_s=1e9))
     assert (slow.plan, slow.stands_in) == (None, False)
     assert slow.infeasible is not None and "at least 1,000,000,000 tokens/s" in slow.infeasible.message
-    large = partition.plan(mixed(), job(transformer("llama-2-13b")), "idling", budget_s=0.01)
+    large = partition.plan(mixed(), job(transformer("llama-2-70b")), "idling", budget_s=0.01)
     assert large.plan is None and isinstance(large.infeasible, Infeasible)
     assert large.infeasible.reason == "memory" and "least hungry plan" in large.infeasible.message
 
