@@ -23,6 +23,7 @@ from sim.critical import CriticalPath, Share
 from sim.metrics import Report, Training
 from sim.spec.cluster import Cluster
 from sim.spec.compile import lane_name
+from sim.spec.counts import masked_share
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.schedules import held_by
@@ -91,6 +92,9 @@ def money(dollars: float | None) -> str:
         return "no price known"
     return f"${dollars:,.2f}" if dollars >= 10 else f"${dollars:.3g}"
 
+
+MASKED = 0.1
+"""From this share on it is told what of the FLOP a causal mask leaves out."""
 
 WHOLE = 0.95
 """A search that took this part of its budget is said to have taken all of it."""
@@ -278,6 +282,18 @@ def report_table(report: Report, plan: Plan, cluster: Cluster) -> Table:
         told = f"expected in {per_cent(calibration.coverage, 0)} of runs"
         table.add_row("interval", f"{seconds(interval[0])} to {seconds(interval[1])}", told, "")
     return table
+
+
+def attention_line(report: Report, plan: Plan) -> str | None:
+    """What of the FLOP that a utilisation counts no causal kernel computes; None where that is too little to matter.
+
+    For it a utilisation may be above 1.
+    """
+    share = masked_share(plan.transformer, plan.sequence_length)
+    if share < MASKED or report.mfu is None:
+        return None
+    without = per_cent(report.mfu * (1 - share))
+    return f"{per_cent(share, 0)} of the FLOP are causally masked attention, without which MFU is {without}"
 
 
 def training_line(training: Training, devices: int) -> str:

@@ -40,6 +40,7 @@ from experiments.output import Outputs, outputs
 from experiments.progress import count_progress, search_progress
 from experiments.tables import (
     alternatives_table,
+    attention_line,
     bound_line,
     front_table,
     how_it_ended,
@@ -238,6 +239,8 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
     files.console.print(report_table(found, result.plan, cluster))
     files.console.print()
     files.say(outlay_line(outlay, result.plan))
+    if (counted := attention_line(found, result.plan)) is not None:
+        files.say(counted)
     if found.training is not None:
         files.say(training_line(found.training, len(cluster.devices)))
     proven = _proven_line(trace, cluster, job)

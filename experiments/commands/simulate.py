@@ -30,7 +30,7 @@ from experiments.judges import judge_named
 from experiments.output import outputs
 from experiments.progress import count_progress
 from experiments.repeats import repeated
-from experiments.tables import plan_table, report_table, spread_line, timeline_title, training_line
+from experiments.tables import attention_line, plan_table, report_table, spread_line, timeline_title, training_line
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate as simulate_plan
 from sim.metrics import cost_report, infeasible_report, report, report_json, with_training
@@ -176,6 +176,8 @@ def simulate(
     files.console.print()
     files.console.print(report_table(measures, what, where))
     files.console.print()
+    if (counted := attention_line(measures, what)) is not None:
+        files.say(counted)
     if measures.training is not None:
         files.say(training_line(measures.training, len(where.devices)))
     if spread is not None:

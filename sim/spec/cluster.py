@@ -536,7 +536,7 @@ def _read_nodes(entry: Table, kinds: Mapping[str, GpuKind]) -> list[Node]:
         nic=_read_nic(entry.table("nic"), gpus) if "nic" in entry else None,
         site=entry.text("site", ""),
         rack=entry.text("rack", None),
-        host_memory_bytes=None if (host := entry.quantity("host_memory", "bytes", None)) is None else round(host),
+        host_memory_bytes=None if (host := entry.quantity("host_memory", "size", None)) is None else round(host),
     )
     entry.close()
     return [node] if count == 1 else [replace(node, name=f"{name}-{i}") for i in range(count)]

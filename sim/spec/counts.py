@@ -237,6 +237,18 @@ def model_flop(transformer: Transformer, global_batch: int, sequence_length: int
     return 3 * (embedding_forward_flop(t, tokens) + layers + head_forward_flop(t, tokens))
 
 
+def masked_share(transformer: Transformer, sequence_length: int) -> float:
+    """The part of the model FLOP of such sequences that a causal mask leaves out, and a causal kernel does not compute.
+
+    That is half of the attention's; of a window shorter than the sequence nothing.
+    """
+    t = transformer
+    if t.sliding_window is not None and t.sliding_window < sequence_length:
+        return 0.0
+    attention = 3 * t.layers * layer_forward_flop(t, sequence_length, sequence_length).attention
+    return attention / 2 / model_flop(t, 1, sequence_length)
+
+
 # --- Matmuls ---------------------------------------------------------------------------------------------------------
 
 

@@ -318,7 +318,7 @@ def _read(
     """The kind of one entry; `find` gives the kind that `like` names."""
     like = table.get("like", lambda value: find(_text(value)), "the name of a known GPU kind", None)
     pattern: GpuKind | None = base if like is None else like
-    memory = table.quantity("memory", "bytes", REQUIRED if pattern is None else pattern.memory_bytes)
+    memory = table.quantity("memory", "size", REQUIRED if pattern is None else pattern.memory_bytes)
     peak = dict(pattern.peak_flop_per_s) if pattern else {}
     rates = table.table("peak", REQUIRED if pattern is None else None)
     if rates is not None:

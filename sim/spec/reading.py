@@ -42,7 +42,7 @@ DIMENSIONS: dict[str, dict[str, float]] = {
     "bandwidth": {f"{prefix}bit/s": factor / 8 for prefix, factor in _SI.items()}
     | {f"{prefix}B/s": factor for prefix, factor in (_SI | _BINARY).items()},
     "time": {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
-    "bytes": {f"{prefix}B": factor for prefix, factor in (_SI | _BINARY).items()},
+    "size": {f"{prefix}B": factor for prefix, factor in (_SI | _BINARY).items()},
     "rate of work": {f"{prefix}FLOP/s": factor for prefix, factor in _SI.items()},
     "work": {f"{prefix}FLOP": factor for prefix, factor in _SI.items()},
     "power": {"W": 1.0, "kW": 1e3},
@@ -53,7 +53,7 @@ DIMENSIONS: dict[str, dict[str, float]] = {
 RANGES: dict[str, tuple[float, float]] = {
     "bandwidth": (1.0, 1e21),
     "time": (0.0, 1e7),  # nothing is divided by a time, and a fit may find any
-    "bytes": (1.0, 1e18),
+    "size": (1.0, 1e18),
     "rate of work": (1e3, 1e24),
     "work": (1.0, 1e30),
     "power": (1e-3, 1e9),
@@ -67,7 +67,7 @@ from them finite.
 
 _COMMON = {
     "bandwidth": ("Mbit/s", "Gbit/s", "MB/s", "GB/s", "GiB/s", "..."),
-    "bytes": ("MB", "GB", "MiB", "GiB", "..."),
+    "size": ("MB", "GB", "MiB", "GiB", "..."),
     "rate of work": ("GFLOP/s", "TFLOP/s", "PFLOP/s", "..."),
     "work": ("GFLOP", "TFLOP", "..."),
 }
@@ -76,7 +76,7 @@ _COMMON = {
 _EXAMPLES = {
     "bandwidth": "10 Gbit/s",
     "time": "50 us",
-    "bytes": "24 GiB",
+    "size": "24 GiB",
     "rate of work": "165 TFLOP/s",
     "work": "2 GFLOP",
     "power": "450 W",

@@ -148,7 +148,7 @@ STACK_UNITS = {
     "micro_batch_s": ("micro_batch", "time"),
     "message_s": ("message", "time"),
     "step_s": ("step", "time"),
-    "context_bytes": ("context", "bytes"),
+    "context_bytes": ("context", "size"),
 }
 """Fields that a file gives with a unit: the key there, and the dimension."""
 

@@ -16,7 +16,7 @@ from sim.spec.stack import STACK_UNITS, Stack
 _UNITS = {
     "bandwidth": ("Gbit/s", "GB/s", "Mbit/s", "MB/s", "B/s"),
     "time": ("s", "ms", "us", "ns"),
-    "bytes": ("GiB", "GB", "MiB", "B"),
+    "size": ("GiB", "GB", "MiB", "B"),
     "rate of work": ("TFLOP/s", "GFLOP/s", "FLOP/s"),
     "power": ("W",),
     "price": ("$/h",),
@@ -53,7 +53,7 @@ def kind_entries(kind: GpuKind) -> dict[str, Any]:
         else {each.name for each in fields(GpuKind) if getattr(known, each.name) == getattr(kind, each.name)}
     )
     entries: dict[str, tuple[str, Any]] = {
-        "memory": ("memory_bytes", quantity_text(kind.memory_bytes, "bytes")),
+        "memory": ("memory_bytes", quantity_text(kind.memory_bytes, "size")),
         "peak": ("peak_flop_per_s", {name: quantity_text(rate, "rate of work") for name, rate in kind.peak_flop_per_s.items()}),
         "memory_bandwidth": ("memory_bandwidth_bytes_per_s", quantity_text(kind.memory_bandwidth_bytes_per_s, "bandwidth")),
         "nvlink": ("nvlink_bytes_per_s", _text_or_none(kind.nvlink_bytes_per_s, "bandwidth")),

@@ -34,6 +34,14 @@ def test_the_report_is_that_of_the_functions_it_calls(motley: Motley, world: Wor
     assert "toy on tiny" in ran.err  # the table is for people, and goes beside it
 
 
+def test_what_a_causal_mask_leaves_out_of_utilisation_is_told_where_it_is_much(motley: Motley, world: World) -> None:
+    # A layer takes 81,920 FLOP a token for its weights, 32,768 for attention over 128 keys, and a fourth of the head's 32,768.
+    told = motley("simulate", world.plan, "--cluster", world.cluster).out
+    assert "\n13 % of the FLOP are causally masked attention, without which MFU is " in told
+    short = world.write("short.json", TINY_PLAN.replace('"sequence_length": 128', '"sequence_length": 64'))
+    assert "causally masked" not in motley("simulate", short, "--cluster", world.cluster).out
+
+
 def test_the_estimate_may_judge_instead(motley: Motley, world: World) -> None:
     ran = motley("simulate", world.plan, "--cluster", world.cluster, "--judge", "estimate", "--json", "-")
     cluster, plan = read_cluster(world.cluster), read_plan(world.plan)

@@ -365,7 +365,7 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
             "cluster.yaml: fabric.protocol_efficiency: unknown key 'rocee'; accepted: nvlink, nvls, pcie, infiniband, roce",
         ),
         ("gpu_kinds: [RTX4090]\n", "cluster.yaml: gpu_kinds: expected a mapping of keys to values, but got ['RTX4090']"),
-        ("gpu_kinds: {RTX4090: {memory: 24}}\n", "cluster.yaml: gpu_kinds.RTX4090.memory: got 24 without a unit, but a bytes"),
+        ("gpu_kinds: {RTX4090: {memory: 24}}\n", "cluster.yaml: gpu_kinds.RTX4090.memory: got 24 without a unit, but a size"),
         ("gpu_kinds: {RTX4090: {}, rtx-4090: {}}\n", "cluster.yaml: gpu_kinds.rtx-4090: RTX4090 is described twice"),
         ("wan: {between: [a, b]}\n", "cluster.yaml: wan: expected a list, but got {'between': ['a', 'b']}"),
         ("wan: [{between: [a]}]\n", "cluster.yaml: wan[0].between: expected a list of at least 2 entries, but got ['a']"),
@@ -391,7 +391,7 @@ def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: st
         ),
         (
             "gpu_kinds: {RTX4090: {memory: 1e30 GiB}}\n",
-            "cluster.yaml: gpu_kinds.RTX4090.memory: got '1e30 GiB', but a bytes from 1 to 1e18 B is accepted",
+            "cluster.yaml: gpu_kinds.RTX4090.memory: got '1e30 GiB', but a size from 1 to 1e18 B is accepted",
         ),
         ("name: d\n", "cluster.yaml, line 4, column 1: is not valid YAML: the key 'name' stands twice"),
     ],

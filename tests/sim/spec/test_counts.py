@@ -34,6 +34,7 @@ from sim.spec.counts import (
     layer_recompute_flop,
     layer_recompute_peak_bytes,
     layer_sharded_bytes,
+    masked_share,
     model_flop,
     tied_copy_parameters_at,
     total_parameters,
@@ -238,6 +239,14 @@ def test_gpt_flop_follow_megatrons_formulas(name: str, s: int) -> None:
     with_recompute = 96 * batch * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(vocabulary, 16 * layers * h))
     recompute = layers * layer_recompute_flop(gpt, batch * s, s, "full")
     assert model_flop(gpt, batch, s) + recompute == with_recompute
+    # Of 72 B s l h^2 the attention is s / 6h, and half of it is masked.
+    masked = Fraction(s, 12 * h) / (1 + Fraction(s, 6 * h) + Fraction(vocabulary, 12 * layers * h))
+    assert masked_share(gpt, s) == pytest.approx(float(masked), rel=1e-12)
+
+
+def test_a_short_window_has_nothing_masked() -> None:
+    mistral = transformer("mistral-7b")
+    assert masked_share(mistral, 8192) == 0 < masked_share(mistral, 4096)
 
 
 def test_llama_flop_counted_by_hand() -> None:

@@ -526,7 +526,7 @@ def test_an_efficiency_may_name_a_family_of_the_catalogue() -> None:
     [
         ({"memroy": "1 GiB"}, r"^cluster.yaml: gpu_kinds\.X: unknown key 'memroy'; accepted: .*; did you mean memory\?"),
         ({"memory": 24}, r"gpu_kinds\.X\.memory: got 24 without a unit"),
-        ({"memory": "0 GiB"}, r"gpu_kinds\.X\.memory: got '0 GiB', but a bytes above zero"),
+        ({"memory": "0 GiB"}, r"gpu_kinds\.X\.memory: got '0 GiB', but a size above zero"),
         ({"memory": "24 GB/s"}, r"gpu_kinds\.X\.memory: got '24 GB/s' with the unit 'GB/s'"),
         ({"peak": {"bf61": "1 TFLOP/s"}}, r"gpu_kinds\.X\.peak: unknown key 'bf61'; accepted: fp32, .*; did you mean bf16\?"),
         ({"peak": {"bf16": "1 TB/s"}}, r"gpu_kinds\.X\.peak\.bf16: got '1 TB/s'"),
