@@ -58,6 +58,13 @@ MEASURES = (
 )
 """The numbers of a report that a row has too."""
 
+OF_SEARCH: Mapping[str, str] = {
+    **{key: key for key in ("planner", "judge", "seed", "budget_s", "objective", "judged", "stopped", "stands_in")},
+    "seconds": "search_s",
+    **{key: key for key in ("dollars_per_billion_tokens", "joules_per_token")},
+}
+"""What a report tells of a search, and the columns of a row that say the same."""
+
 SIMULATED, MEASURED = "simulated", "measured"
 
 
@@ -366,6 +373,8 @@ class _Reader:
             runs.extend(own)
         for run in own:
             run.row |= {key: told[key] for key in MEASURES if told.get(key) is not None}
+            if isinstance(search := told.get("search"), dict):
+                run.row |= {column: search[key] for key, column in OF_SEARCH.items() if search.get(key) is not None}
             reason = told["infeasible"]
             run.row["infeasible"] = reason.get("message") if isinstance(reason, dict) else reason
             if told.get("cluster") is not None:

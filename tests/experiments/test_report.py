@@ -118,6 +118,17 @@ def test_a_report_goes_to_the_trace_with_its_peaks_and_time(motley: Motley, worl
         }
 
 
+def test_the_report_of_a_plan_says_how_it_was_searched(motley: Motley, world: World, tmp_path: Path) -> None:
+    files = "--out", tmp_path / "plan.json", "--json", tmp_path / "report.json"
+    search = "--global-batch", "4", "--seq-len", "128", "--planner", "random", "--budget", "2s", "--seed", "3"
+    assert motley("plan", "--cluster", world.cluster, "--model", world.model, *search, *files).code == 0
+    told = json.loads((tmp_path / "report.json").read_text())["search"]
+    (run,) = findings([tmp_path]).runs
+    same = ("planner", "judge", "seed", "budget_s", "judged", "stopped", "dollars_per_billion_tokens", "joules_per_token")
+    assert {key: run.row[key] for key in same} == {key: told[key] for key in same}
+    assert (run.row["planner"], run.row["seed"], run.row["search_s"]) == ("random", 3, told["seconds"])
+
+
 def test_an_infeasible_report_says_why(motley: Motley, world: World) -> None:
     large = TINY_PLAN.replace('"hidden": 64, "ffn": 128', '"hidden": 65536, "ffn": 65536')
     ran = motley("simulate", world.write("plan.json", large), "--cluster", world.cluster, "--json", world.folder / "r.json")
