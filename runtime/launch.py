@@ -82,13 +82,17 @@ def launch_locally(
     with the first worker's failure that is no consequence of another's, where the run ends early.
     """
     plan = with_model(plan, model, settings.precision)
+    check_startable(plan, settings)
+    start_workers([module, plan_argument(plan_path), *arguments(settings, model)], ranked_devices(plan), settings)
+
+
+def check_startable(plan: Plan, settings: Settings) -> None:
+    """Nothing. Raises InputError where it is known before any worker starts that the plan cannot be trained on this machine."""
     program = check_runnable(plan, settings)
     if settings.pace is not None:
         read_pace(settings.pace, plan, program)
     open_data(settings.data, settings.token_type, plan.transformer.vocab, plan.sequence_length)
-    devices = ranked_devices(plan)
-    check_gpus(settings, len(devices))
-    start_workers([module, plan_argument(plan_path), *arguments(settings, model)], devices, settings)
+    check_gpus(settings, len(plan.devices))
 
 
 def start_workers(words: Sequence[str], devices: Sequence[str], settings: Settings) -> None:

@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -35,18 +35,26 @@ from experiments.output import check_folder, console
 from experiments.pacing import pace, write_pace
 from experiments.progress import search_progress
 from experiments.tables import per_cent, plan_title, seconds
+from partition.drafts import Settings, make_plan, stage
 from partition.search import plan as search_plan
+from sim.calibrate import NEEDED_PLANS, calibrate
 from sim.engine import simulate
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster, cluster_yaml, read_cluster
 from sim.spec.job import Job
 from sim.spec.pace import plan_digest
-from sim.spec.plan import Plan, read_plan
-from sim.spec.reading import DISK_FAILURES, InputError, read_text, write_file
+from sim.spec.plan import Pipeline, Plan, read_plan
+from sim.spec.reading import DISK_FAILURES, InputError, parse_json, read_text, write_file
 from sim.spec.trace import period_s, read_trace, trace_json
+
+if TYPE_CHECKING:
+    from runtime.settings import Settings as RunSettings  # it would import torch
 
 PLANNERS = ("motley", "flashflex", "megatron", "uniform-grid")
 """Who searches, one after the other, until there are plans enough of different shapes."""
+
+FACTS, PLAN, CALIBRATED = "loop.json", "plan.json", "calibrated.yaml"
+"""The files of a loop's folder: what it is of, the fastest plan that ran, and the cluster as it was fitted last."""
 
 SAME = 0.02
 """Plans whose measured times differ by no more than this fraction may come in either order."""
@@ -122,14 +130,20 @@ def loop(
     if testbed is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as motley run
     with needing_torch("loop"):
-        from runtime.settings import Settings
-    settings = Settings(steps=steps, data=data, device=device, seed=seed, quiet=True, testbed=testbed)
-    _check_same(out, first, job, settings, devices, truth, [cluster, *files_behind(first, model)])
+        from runtime.launch import check_startable
+        from runtime.settings import Settings as RunSettings
+    settings = RunSettings(steps=steps, data=data, device=device, seed=seed, quiet=True, testbed=testbed)
+    check_startable(_simplest(first, job), settings)
+    inputs = [cluster, *files_behind(first, model), *([paced_as] if paced_as is not None else [])]
+    for name in (FACTS, PLAN, CALIBRATED):
+        if (out / name).resolve() in [path.resolve() for path in inputs]:
+            raise InputError(f"--out: {out / name} is read by this command, and would be overwritten")
+    _check_same(out, first, job, settings, devices, truth)
     screen, current = console(), first
     fastest: _Ran | None = None
     for number in range(1, rounds + 1):
         folder = out / f"round-{number}"
-        chosen, informed = _chosen(folder, current, job, plans, limit_s, seed + number - 1), current is not first
+        chosen, informed = _chosen(folder, current, job, settings, plans, limit_s, seed + number - 1), current is not first
         if not chosen:
             tell_error(f"round {number}: no feasible plan was found within {budget}: give more time with --budget")
             raise typer.Exit(NO_ANSWER)
@@ -146,18 +160,33 @@ def loop(
         told = "no two differ by more" if tau is None else f"Kendall's tau {tau:.2f} over {pairs} pairs that differ by more"
         screen.print(f"round {number}: {told} than {per_cent(SAME, 0)}", soft_wrap=True, markup=False)
         found = _calibrated(folder, out, first, seed)
-        if found is not None:
+        if isinstance(found, Cluster):
             current = found
+        else:
+            told = f"nothing is calibrated: of the {NEEDED_PLANS} plans that it takes {found} have run"
+            screen.print(told, soft_wrap=True, markup=False)
         screen.print()
         if tau in (None, 1.0) and informed:
             screen.print("the order is as predicted")
             break
     assert fastest is not None
-    for name, text in (("plan.json", fastest.plan.to_json()), ("calibrated.yaml", cluster_yaml(current))):
-        write_file(out / name, text, replace=True)
     screen.print(
-        f"wrote {out / 'plan.json'}, {seconds(fastest.measured_s)} as measured, and {out / 'calibrated.yaml'}", markup=False
+        _written(out / PLAN, fastest.plan.to_json(), f", {seconds(fastest.measured_s)} as measured"), soft_wrap=True, markup=False
     )
+    if current is not first:
+        screen.print(_written(out / CALIBRATED, cluster_yaml(current)), soft_wrap=True, markup=False)
+
+
+def _written(path: Path, text: str, more: str = "") -> str:
+    """The line that tells that a file was written, and where its earlier content is kept."""
+    kept = write_file(path, text)
+    return f"wrote {path}{more}" + (f" (the earlier one is kept as {kept})" if kept else "")
+
+
+def _simplest(cluster: Cluster, job: Job) -> Plan:
+    """The plan of one stage, by which it is seen before any search whether the job can be trained at all."""
+    whole = stage((cluster.devices[0].name,), (0, job.model.layers), 1)
+    return make_plan(cluster, job, (Pipeline(1, job.global_batch, (whole,)),), Settings())
 
 
 def _short(plan: Plan) -> str:
@@ -175,31 +204,46 @@ def agreement(ran: Sequence[_Ran]) -> tuple[float | None, int]:
     return (sum(signs) / len(signs), len(signs)) if signs else (None, 0)
 
 
-def _check_same(
-    out: Path, cluster: Cluster, job: Job, settings: object, devices: str, truth: Cluster, inputs: Sequence[Path]
-) -> None:
+def _check_same(out: Path, cluster: Cluster, job: Job, settings: object, devices: str, truth: Cluster) -> None:
     """Nothing; notes in the folder what the loop is of. Raises InputError where it is that of another."""
     facts = {
-        "cluster": cluster_yaml(cluster),
+        "cluster": _described(cluster),
+        "model": str(job.model),
         "job": job.summary,
         "settings": str(settings),
         "devices": devices,
-        "paced_as": cluster_yaml(truth),
+        "paced_as": _described(truth),
     }
-    path = out / "loop.json"
+    path = out / FACTS
     if path.is_file():
-        known = json.loads(read_text(path))
+        known = parse_json(read_text(path), str(path))
         for key, value in facts.items():
-            if known.get(key) != value:
-                raise InputError(f"--out: {out} has a loop of another {key.replace('_', ' ')}; take another folder")
+            there = known.get(key) if isinstance(known, dict) else None
+            if there != value:
+                short = key in ("job", "settings", "devices") and isinstance(there, str)
+                both = f" ({there} there, {value} here)" if short else ""
+                raise InputError(f"--out: {out} has a loop of another {key.replace('_', ' ')}{both}; take another folder")
         return
-    for read in inputs:
-        if path.resolve() == read.resolve():
-            raise InputError(f"--out: {path} is read by this command, and would be overwritten")
     write_file(path, json.dumps(facts, indent=1) + "\n")
 
 
-def _chosen(folder: Path, cluster: Cluster, job: Job, count: int, limit_s: float, seed: int) -> list[Plan]:
+def _described(cluster: Cluster) -> str:
+    """All of a cluster as text, with the rates of a matrix, which its file only names."""
+    return cluster_yaml(cluster) + ("" if cluster.bandwidth_matrix is None else f"{cluster.bandwidth_matrix}\n")
+
+
+def _is_runnable(plan: Plan, settings: RunSettings) -> bool:
+    """Whether the runtime has what the plan asks for: a search may take what it lacks, such as context parallelism."""
+    from runtime.settings import check_runnable
+
+    try:
+        check_runnable(plan, settings)
+    except InputError:
+        return False
+    return True
+
+
+def _chosen(folder: Path, cluster: Cluster, job: Job, settings: RunSettings, count: int, limit_s: float, seed: int) -> list[Plan]:
     """The plans of a round: those in its folder, or else the best of each shape that searches find, which go there."""
     known = sorted(folder.glob("plan-*.json"))
     if known:
@@ -209,7 +253,8 @@ def _chosen(folder: Path, cluster: Cluster, job: Job, count: int, limit_s: float
     for planner in PLANNERS:
         with search_progress(limit_s) as progress:
             result = search_plan(cluster, job, planner, simulation(cluster, job, seed), limit_s, seed, progress)
-        found |= {_short(plan): plan for plan in (result.plan, *(plan for plan, _ in result.others)) if plan is not None}
+        plans = (result.plan, *(plan for plan, _ in result.others))
+        found |= {_short(plan): plan for plan in plans if plan is not None and _is_runnable(plan, settings)}
         if len(found) >= count:
             break
     chosen = sorted(found.values(), key=lambda plan: simulate(plan, cluster).iteration_s)[:count]
@@ -236,13 +281,8 @@ def _write_plans(folder: Path, plans: Sequence[Plan]) -> None:
         raise InputError(f"{folder}: cannot be written ({(error.strerror or str(error)).lower()})") from None
 
 
-def _run(plan: Plan, trace_file: Path, settings: object, cluster: Cluster, truth: Cluster | None) -> None:
+def _run(plan: Plan, trace_file: Path, settings: RunSettings, cluster: Cluster, truth: Cluster | None) -> None:
     """Nothing; runs a plan, on paced devices as fast as those of `truth` if it is given, and writes its trace."""
-    from dataclasses import replace
-
-    from runtime.settings import Settings
-
-    assert isinstance(settings, Settings)
     with TemporaryDirectory(prefix="motley-loop-") as place:
         path = Path(place) / "plan.json"
         write_file(path, plan.to_json())
@@ -252,16 +292,14 @@ def _run(plan: Plan, trace_file: Path, settings: object, cluster: Cluster, truth
     write_file(trace_file, trace_json(told.result.trace), replace=True)
 
 
-def _calibrated(folder: Path, out: Path, cluster: Cluster, seed: int) -> Cluster | None:
-    """The cluster fitted to all runs so far, which goes to the round's folder; None where there are too few."""
-    path = folder / "calibrated.yaml"
+def _calibrated(folder: Path, out: Path, cluster: Cluster, seed: int) -> Cluster | int:
+    """The cluster fitted to all runs so far, which goes to the round's folder; where there are too few, how many there are."""
+    path = folder / CALIBRATED
     if path.is_file():
         return read_cluster(path)
-    from sim.calibrate import NEEDED_PLANS, calibrate  # scipy, only where something is fitted
-
     runs = [(str(file), read_trace(file)) for file in sorted((out / "runs").glob("*.json"))]
     if len(runs) < NEEDED_PLANS:
-        return None
+        return len(runs)
     found = calibrate(cluster, runs, seed=seed)
     write_file(path, cluster_yaml(found.cluster))
     return found.cluster

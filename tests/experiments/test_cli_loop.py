@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,7 @@ def test_it_ends_when_the_order_is_as_predicted_and_a_stopped_one_goes_on(
 
     # With all of it there, nothing runs; a trace that is gone is made again.
     assert world.loop(rounds=3) == 0
+    told = re.sub(r" \(the earlier one is kept as [^)]*\)", "", told)
     assert world.runs == len(traces) and capsys.readouterr().out == told
     next((out / "runs").glob("*.json")).unlink()
     assert world.loop(rounds=3) == 0
@@ -134,12 +136,46 @@ def test_one_that_was_killed_among_a_rounds_plans_chooses_them_again(world: Worl
     assert {path.name for path in out.iterdir()} == {"loop.json", "round-1", "runs", "plan.json", "calibrated.yaml"}
 
 
-def test_another_loops_folder_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        ('{"cluster": "name: other"}', "has a loop of another cluster; take another folder"),
+        ("[]", "has a loop of another cluster; take another folder"),
+        ("{", "loop.json, line 1, column 2: ends too early"),
+    ],
+)
+def test_another_loops_folder_is_refused(world: World, capsys: pytest.CaptureFixture[str], known: str, message: str) -> None:
     (world.folder / "out").mkdir()
-    (world.folder / "out" / "loop.json").write_text('{"cluster": "name: other"}')
+    (world.folder / "out" / "loop.json").write_text(known)
     assert world.loop() == 2
-    assert "has a loop of another cluster; take another folder" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert world.runs == 0
+
+
+def test_a_loop_of_another_model_or_other_settings_under_the_same_names_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.loop(rounds=1) == 0
+    assert world.loop("--steps", "9") == 2
+    assert "has a loop of another settings (Settings(steps=" in capsys.readouterr().err
+    wider = json.dumps(MODEL | {"intermediate_size": 2 * MODEL["intermediate_size"]})
+    (world.folder / "model.json").write_text(wider)
+    assert world.loop(rounds=1) == 2
+    assert "has a loop of another model; take another folder" in capsys.readouterr().err
+
+
+def test_files_of_a_user_are_neither_overwritten_nor_lost(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    out = world.folder / "out"
+    out.mkdir()
+    (out / "plan.json").write_text("mine")
+    assert world.loop(rounds=1) == 0
+    assert (out / "plan.json.~1~").read_text() == "mine" and "the earlier one is kept as" in capsys.readouterr().out
+    read = world.folder / "there" / "calibrated.yaml"
+    read.parent.mkdir()
+    read.write_text((world.folder / "c.yaml").read_text())
+    assert world.loop("--cluster", str(read), "--out", str(read.parent)) == 2
+    assert "calibrated.yaml is read by this command, and would be overwritten" in capsys.readouterr().err
+    assert [path.name for path in read.parent.iterdir()] == ["calibrated.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +184,10 @@ def test_another_loops_folder_is_refused(world: World, capsys: pytest.CaptureFix
         (["--devices", "slow"], "--devices is real or paced, but got 'slow'"),
         (["--devices", "real"], "--paced-as is of paced devices"),
         (["--plans", "1"], "at least 2"),
+        (["--data", "text:nowhere"], "nowhere: cannot be read"),
+        (["--device", "cuda"], "device cuda needs a GPU"),
+        (["--precision", "fp8"], "the runtime trains in fp32, tf32, fp16, bf16, but the plan's precision is fp8"),
+        (["--model", "mixtral-8x7b"], "the runtime cannot run a mixture of experts"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
