@@ -71,18 +71,32 @@ def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path]
     cannot be written, is named twice, or is an input.
     """
     paths = {flag: str(path) for flag, path in flags.items() if path is not None}
-    seen: dict[str, str] = {}
     for flag, path in paths.items():
         if path != STANDARD_OUTPUT:
             check_file(flag, path)
     _spare(paths, inputs)
-    for flag, path in paths.items():
-        place = path if path == STANDARD_OUTPUT else os.path.realpath(path)
-        if place in seen:
-            shown = "standard output" if path == STANDARD_OUTPUT else path
-            raise InputError(f"{flag} and {seen[place]} both go to {shown}, which takes one of them")
-        seen[place] = flag
-    return Outputs(paths, console(error=STANDARD_OUTPUT in seen))
+    check_apart(paths)
+    return Outputs(paths, console(error=STANDARD_OUTPUT in paths.values()))
+
+
+def check_apart(places: Mapping[str, str | Path | None]) -> None:
+    """Nothing. Raises InputError where two of these files and folders, by flag, are one; those that are None are not there."""
+    seen: dict[str, str] = {}
+    for flag, path in places.items():
+        if path is not None:
+            place = STANDARD_OUTPUT if str(path) == STANDARD_OUTPUT else os.path.realpath(path)
+            if place in seen:
+                shown = "standard output" if place == STANDARD_OUTPUT else path
+                raise InputError(f"{flag} and {seen[place]} both go to {shown}, which takes one of them")
+            seen[place] = flag
+
+
+def check_outside(folder: Path, places: Mapping[str, str | Path | None]) -> None:
+    """Nothing. Raises InputError where one of these files and folders, by flag, lies in the folder whose texts are trained on."""
+    data = os.path.realpath(folder)
+    for flag, path in places.items():
+        if path is not None and str(path) != STANDARD_OUTPUT and Path(os.path.realpath(path)).is_relative_to(data):
+            raise InputError(f"{flag}: {path} lies in {folder}, whose texts are trained on")
 
 
 def _spare(paths: Mapping[str, str], inputs: Iterable[str | Path]) -> None:

@@ -113,7 +113,8 @@ class Settings:
             raise InputError("backend nccl needs device cuda, but got cpu")
         if self.checkpoints is None and (self.resume or self.checkpoint_every or self.keep_checkpoints):
             raise InputError("to resume, or to save on the way, the folder of the checkpoints (--checkpoints) must be given")
-        if self.checkpoints is not None and self.checkpoints == self.save_weights:
+        folders = [folder.resolve() for folder in (self.checkpoints, self.save_weights) if folder is not None]
+        if len(set(folders)) < len(folders):
             raise InputError(f"checkpoints and saved weights need a folder each, but got {self.checkpoints} for both")
         if self.final_rate > 1:
             raise InputError(f"final rate is a fraction of the learning rate, at most 1, but got {self.final_rate}")

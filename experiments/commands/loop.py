@@ -28,10 +28,10 @@ from experiments.commands.options import (
     read_job,
     whole_number,
 )
-from experiments.commands.run import needing_torch, run_told
+from experiments.commands.run import data_folder, needing_torch, run_told
 from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
-from experiments.output import check_folder, console
+from experiments.output import check_folder, check_outside, console
 from experiments.pacing import pace, write_pace
 from experiments.progress import search_progress
 from experiments.tables import per_cent, plan_title, seconds
@@ -124,6 +124,8 @@ def loop(
     if paced_as is not None and devices != "paced":
         raise InputError("--paced-as is of paced devices; say --devices paced")
     check_folder("--out", out)
+    if (texts := data_folder(data)) is not None:
+        check_outside(texts, {"--out": out})
     first = read_cluster(cluster)
     truth = read_cluster(paced_as) if paced_as is not None else first
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)

@@ -31,7 +31,7 @@ from experiments.commands.options import (
 from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
 from experiments.machine import too_large
 from experiments.measured import RunReport, measured_run, run_json
-from experiments.output import STANDARD_OUTPUT, Outputs, check_folder, outputs
+from experiments.output import STANDARD_OUTPUT, Outputs, check_apart, check_folder, check_outside, outputs
 from experiments.pacing import pace, write_pace
 from experiments.parallel import cores
 from experiments.tables import plan_table, run_table, run_titles, training_line
@@ -213,9 +213,14 @@ def run(
         raise InputError("--print-launch is for machines of their own, not for a testbed or paced devices")
     if stack is not None and where_from is None:
         raise InputError(f"--stack {stack} takes the place of the stack of --cluster, which was not given")
-    for flag, folder in (("--checkpoints", checkpoints), ("--save-weights", save_weights)):
+    folders = {"--checkpoints": checkpoints, "--save-weights": save_weights}
+    for flag, folder in folders.items():
         if folder is not None:
             check_folder(flag, folder)
+    check_apart({**files.paths, **folders})
+    if (texts := data_folder(data)) is not None:
+        # A new report is no part of this run's data; checkpoints are of the data of the run that goes on from them.
+        check_outside(texts, {**{flag: path for flag, path in files.paths.items() if Path(path).exists()}, **folders})
     if timeline is not None:
         from experiments.pictures import check_picture  # matplotlib, only where something is drawn
 
@@ -329,6 +334,12 @@ def _data_files(data: str) -> list[Path]:
     """The file of the data, where it is one."""
     path = Path(data.partition(":")[2])
     return [path] if path.is_file() else []
+
+
+def data_folder(data: str) -> Path | None:
+    """The folder of the data, whose texts are what is trained on, where it is one."""
+    kind, _, path = data.partition(":")
+    return Path(path) if kind == "text" and Path(path).is_dir() else None
 
 
 def _too_large(plan: Plan, cluster: Cluster | None, settings: Settings, here: bool) -> Infeasible | None:

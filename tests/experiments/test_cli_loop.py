@@ -58,7 +58,16 @@ class World:
         return run(
             [
                 *("loop", "--cluster", str(self.folder / "c.yaml"), "--model", str(self.folder / "model.json")),
-                *("--global-batch", "8", "--seq-len", "64", "--data", f"text:{self.folder}", "--out", str(self.folder / "out")),
+                *(
+                    "--global-batch",
+                    "8",
+                    "--seq-len",
+                    "64",
+                    "--data",
+                    f"text:{self.folder / 'texts'}",
+                    "--out",
+                    str(self.folder / "out"),
+                ),
                 *("--devices", "paced", "--paced-as", str(self.folder / "true.yaml")),
                 *("--plans", "4", "--rounds", str(rounds), "--budget", "300ms", *more),
             ]
@@ -79,6 +88,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     (tmp_path / "c.yaml").write_text(cluster_yaml(WORLD))
     (tmp_path / "true.yaml").write_text(cluster_yaml(TRUE))
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("one text of some words. " * 100)
     monkeypatch.setattr(loop, "run_told", made.run_told)
     return made
 
@@ -185,6 +196,7 @@ def test_files_of_a_user_are_neither_overwritten_nor_lost(world: World, capsys: 
         (["--devices", "real"], "--paced-as is of paced devices"),
         (["--plans", "1"], "at least 2"),
         (["--data", "text:nowhere"], "nowhere: cannot be read"),
+        (["--out", "{folder}/texts/out"], "texts/out lies in "),
         (["--device", "cuda"], "device cuda needs a GPU"),
         (["--precision", "fp8"], "the runtime trains in fp32, tf32, fp16, bf16, but the plan's precision is fp8"),
         (["--model", "mixtral-8x7b"], "the runtime cannot run a mixture of experts"),
@@ -193,7 +205,7 @@ def test_files_of_a_user_are_neither_overwritten_nor_lost(world: World, capsys: 
 def test_bad_input_is_one_line_and_exit_code_2(
     world: World, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
-    assert world.loop(*more) == 2
+    assert world.loop(*[word.format(folder=world.folder) for word in more]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
     assert not (world.folder / "out").exists()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,7 +132,10 @@ def test_a_report_simulates_a_cluster_that_it_is_given_in_the_place_of_that_of_t
     assert both_timelines(other)[1] > 1.2 * both_timelines(own)[1]
 
 
-def test_the_settings_of_the_workers_are_those_of_the_flags(motley: Motley, world: World, launched: list[Any]) -> None:
+def test_the_settings_of_the_workers_are_those_of_the_flags(
+    motley: Motley, world: World, launched: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("kept")
     plan = world.write("bf16.json", TINY_PLAN)
     flags = {
         "device": "cpu",
@@ -147,11 +151,11 @@ def test_the_settings_of_the_workers_are_those_of_the_flags(motley: Motley, worl
         "epsilon": 0.125,
         "clip-norm": 3.0,
         "token-type": "uint16",
-        "checkpoints": world.folder / "kept",
+        "checkpoints": elsewhere / "kept",
         "checkpoint-every": 3,
         "keep-checkpoints": 4,
         "weights": world.folder,
-        "save-weights": world.folder / "weights",
+        "save-weights": elsewhere / "weights",
         "backend": "gloo",
     }
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
@@ -361,7 +365,10 @@ def test_the_weights_of_a_training_that_is_done_are_saved_without_another_step(
         (["--backend", "nccl"], ["backend nccl needs device cuda"]),
         (["--resume"], ["the folder of the checkpoints (--checkpoints) must be given"]),
         (["--final-rate", "7"], ["final rate is a fraction", "7"]),
-        (["--checkpoints", "{folder}/kept", "--save-weights", "{folder}/kept"], ["need a folder each"]),
+        (["--checkpoints", "{other}/kept", "--save-weights", "{other}/x/../kept"], ["--save-weights", "both go to", "kept"]),
+        (["--checkpoints", "{other}/kept", "--json", "{other}/kept"], ["--json", "both go to", "kept"]),
+        (["--checkpoints", "{folder}/kept"], ["--checkpoints", "kept lies in", "whose texts are trained on"]),
+        (["--json", "{plan}.copy"], ["--json", "lies in", "whose texts are trained on"]),
         (["--model", "llama-2-7b"], ["layers 4 to 32 are missing"]),
         (["--cluster", "{cpus}", "--model", "nowhere"], ["error: unknown model 'nowhere'"]),
         (["--timeline", "{folder}/timeline.gif"], ["--timeline", ".png, .svg, .pdf"]),
@@ -379,7 +386,10 @@ def test_a_mistake_is_told_in_one_line_before_anything_starts(
     motley: Motley, world: World, launched: list[Any], flags: list[str], words: list[str]
 ) -> None:
     small = world.write("small.yaml", Path(world.cluster).read_text().replace("gpus: 2", "gpus: 1"))
-    places = {"folder": world.folder, "plan": cpu_plan(world), "cpus": two_cpus(world), "small": small}
+    plan = cpu_plan(world)
+    shutil.copy(plan, f"{plan}.copy")
+    other = world.folder.with_name("elsewhere")
+    places = {"folder": world.folder, "other": other, "plan": plan, "cpus": two_cpus(world), "small": small}
     before = world.names()
     ran = motley(*arguments(world, *(flag.format(**places) for flag in flags)))
     assert (ran.code, ran.out) == (2, "")
