@@ -4,12 +4,14 @@ Whatever a rank holds of a parameter are stretches of its flattened numbers (run
 dimension, every rank saves its stretches, and every rank of the next run, under whatever plan, asks for its own. The numbers
 are written and read by torch.distributed.checkpoint (DCP), one file per rank (`runtime.checkpoint_items`).
 
-    FOLDER/step-00000020/             complete: DCP's files and motley.json, which is written last
+    FOLDER/step-00000020/             complete: DCP's files, and motley.json, which is written last and has the length and the
+                                      checksum of each
     FOLDER/.step-00000020.partial     being written; takes its name when all ranks have finished and all is on the disk
     FOLDER/.step-00000020.replaced    complete, where the same step is saved once more: it makes room for the new one, which
                                       is complete by then. Should a crash come between the two renames there is no
                                       step-00000020, and `complete` finds this one; the next `save` gives it its name back
     FOLDER/.step-00000020.removed     being removed
+    FOLDER/.lock                      locked by the first worker of the run that writes there
 
 All ranks must see FOLDER. `process_group` has the ranks that save or load, all of which must call; None is this process alone.
 What fails on one rank is raised on all of them.
@@ -17,15 +19,17 @@ What fails on one rank is raised on all of them.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,9 @@ from sim.spec.version import VERSION
 
 FORMAT = "motley-checkpoint/1"
 FACTS = "motley.json"
+
+CHUNK_BYTES = 1 << 23
+"""So many are read at a time for a checksum."""
 
 _SHOWN = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|replaced|removed)")
@@ -94,14 +101,38 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def hold(folder: Path) -> IO[bytes]:
+    """A file that keeps other runs from writing into a folder for as long as it is open, also on other machines that lock files.
+
+    Raises InputError where another run holds it, and where nothing can be written there.
+    """
+    try:
+        file = (folder / ".lock").open("ab")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({reason(error)})") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"{folder}: another run writes its checkpoints there; wait for its end, or name another folder"
+        ) from None
+    except OSError:
+        pass  # a file system that knows no locks
+    return file
+
+
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """The facts that a checkpoint was saved with, as JSON keeps them, and its `step`.
 
     Raises InputError where it is none, or is damaged.
     """
     table = _read_table(checkpoint)
-    facts = table.get("facts", _mapping, "a mapping of keys to values")
-    return {"step": table.integer("step"), **facts}
+    facts, step = table.get("facts", _mapping, "a mapping of keys to values"), table.integer("step")
+    named = _SHOWN.search(checkpoint.name)
+    if (named is not None and int(named[1]) != step) or facts.get("step", step) != step:
+        raise InputError(f"{checkpoint}: is damaged (its {FACTS} tells of step {facts.get('step', step)})")
+    return {**facts, "step": step}
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -158,8 +189,22 @@ def reason(error: OSError) -> str:
 # --- Saving and loading ----------------------------------------------------------------------------------------------
 
 
+def _rank(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The number of this rank, and how many there are."""
+    return (0, 1) if process_group is None else (dist.get_rank(process_group), dist.get_world_size(process_group))
+
+
 def _is_first(process_group: dist.ProcessGroup | None) -> bool:
-    return process_group is None or dist.get_rank(process_group) == 0
+    return _rank(process_group)[0] == 0
+
+
+def _checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return found
 
 
 def save(
@@ -194,9 +239,16 @@ def save(
     def write() -> None:
         write_items(partial, stretches, process_group)
 
+    def add_up() -> dict[str, int]:
+        own = f"__{_rank(process_group)[0]}_"  # as DCP names a rank's files; the first rank has what is no rank's
+        files = [path for path in partial.iterdir() if path.name.startswith(own) or (first and not path.name.startswith("__"))]
+        return {path.name: _checksum(path) for path in files}
+
+    sums: dict[str, int] = {}
+
     def publish() -> None:
         if first:
-            _write_facts(partial, step, facts)
+            _write_facts(partial, step, facts, sums)
             replaced = folder / f".{name}.replaced"
             if checkpoint.exists():
                 checkpoint.rename(replaced)
@@ -209,8 +261,15 @@ def save(
                     _remove(old, old.name)
 
     try:
-        for work in (prepare, write, publish):
-            everywhere(work, process_group, checkpoint, "written")
+        everywhere(prepare, process_group, checkpoint, "written")
+        everywhere(write, process_group, checkpoint, "written")
+        found = everywhere(add_up, process_group, checkpoint, "written")
+        all_found = [found] * _rank(process_group)[1]
+        if process_group is not None:
+            dist.all_gather_object(all_found, found, group=process_group)
+        for own in all_found:
+            sums.update(own)
+        everywhere(publish, process_group, checkpoint, "written")
     except Exception:
         if first:  # no rank writes any more: all have told how it went, or one is dead
             shutil.rmtree(partial, ignore_errors=True)
@@ -218,13 +277,14 @@ def save(
     return checkpoint
 
 
-def _write_facts(partial: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Nothing; writes the file that makes a checkpoint complete. It has the size of each other one, so that damage shows."""
+def _write_facts(partial: Path, step: int, facts: Mapping[str, Any], sums: Mapping[str, int]) -> None:
+    """Nothing; writes the file that makes a checkpoint complete. It has what shows that another one is damaged."""
     content = {
         "format": FORMAT,
         "step": step,
         "versions": {"motley": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
         "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+        "crc32": dict(sorted(sums.items())),
         "facts": dict(facts),
     }
     write_file(partial / FACTS, json.dumps(content, indent=1) + "\n")
@@ -247,6 +307,7 @@ def load(checkpoint: Path, stretches: Sequence[Stretch], process_group: dist.Pro
         return Items(checkpoint, stretches)
 
     items = everywhere(find, process_group, checkpoint, "read")
+    everywhere(lambda: _check_sums(checkpoint, *_rank(process_group)), process_group, checkpoint, "read")
     everywhere(lambda: items.read(process_group), process_group, checkpoint, "read")
 
 
@@ -259,3 +320,14 @@ def _check_files(checkpoint: Path) -> None:
             raise InputError(f"{checkpoint}: is damaged ({name} is missing)")
         if path.stat().st_size != size:
             raise InputError(f"{checkpoint}: is damaged ({name} has {path.stat().st_size} bytes, but was saved with {size})")
+
+
+def _check_sums(checkpoint: Path, rank: int, ranks: int) -> None:
+    """Nothing. Raises InputError where a file is not what was saved; ranks look at equal parts of them.
+
+    Those of before there were checksums go by their length alone.
+    """
+    sums = _read_table(checkpoint).table("crc32", None)
+    for name in sorted(sums.keys() if sums is not None else ())[rank::ranks]:
+        if _checksum(checkpoint / name) != sums.integer(name):
+            raise InputError(f"{checkpoint}: is damaged ({name} is not what was saved)")

@@ -41,7 +41,7 @@ from sim.spec.counts import RECOMPUTE, model_flop
 from sim.spec.pace import read_pace
 from sim.spec.plan import LayerRange, Plan, Stage
 from sim.spec.program import Lane
-from sim.spec.reading import InputError
+from sim.spec.reading import InputError, Table
 from sim.spec.transformer import Transformer, to_table
 
 Result = TypeVar("Result")
@@ -69,6 +69,8 @@ class Trainer:
     def __init__(self, world: World, settings: Settings, tokens: Tokens, watch: Watch, initial: Initial | None = None) -> None:
         plan, lane, transformer = world.plan, world.lane, world.plan.transformer
         self.world, self.settings, self.plan = world, settings, plan
+        self.held: object = None
+        """What keeps other runs from writing into the folder of the checkpoints."""
         dtype = DTYPES[settings.precision or plan.precision]
         gradient_dtype = (
             dtype if dtype == torch.float64 else {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.gradient_precision]
@@ -224,6 +226,13 @@ def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, setting
     missing = {"model", "optimizer", "sequence_length", "seed", "tokens", "consumed", "updates", "step"} - set(facts)
     if missing:
         raise InputError(f"{checkpoint}: is no checkpoint of a run; its motley.json has no {', '.join(sorted(missing))}")
+    table = Table(facts, str(checkpoint / checkpoints.FACTS), "facts")
+    for key in ("consumed", "updates"):
+        table.integer(key)
+    if facts.get("loss_scale") is not None:  # of fp16
+        table.number("loss_scale")
+        table.integer("since_overflow")
+    table.table("model")
     ours = to_table(plan.transformer)
     theirs = facts["model"]
     for key in sorted((set(ours) | set(theirs)) - {"name"}):
@@ -406,6 +415,7 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
     for folder in (settings.results, settings.checkpoints):
         if folder is not None and world.rank == 0:
             _check_writable(folder)
+    held = checkpoints.hold(settings.checkpoints) if settings.checkpoints is not None and world.rank == 0 else None
     if settings.save_weights is not None and world.rank == 0:
         huggingface.prepare_save(settings.save_weights, plan.transformer)
     initial: Initial | None = None
@@ -419,7 +429,9 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
                 f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, or as many where only the "
                 f"weights are to be saved (--save-weights), but got {settings.steps}"
             )
-    return Trainer(world, settings, tokens, watch, initial)
+    trainer = Trainer(world, settings, tokens, watch, initial)
+    trainer.held = held
+    return trainer
 
 
 def _chosen_checkpoint(world: World, settings: Settings) -> Path | None:

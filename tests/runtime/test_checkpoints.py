@@ -317,10 +317,23 @@ def _spoil(path: Path) -> None:
     path.write_bytes(b"\x5a" * path.stat().st_size)
 
 
+def _flip(path: Path) -> None:
+    """Another number in the middle, where nothing but a checksum sees it."""
+    content = bytearray(path.read_bytes())
+    at = content.index(np.float32(2).tobytes())
+    content[at : at + 4] = np.float32(3).tobytes()
+    path.write_bytes(content)
+
+
+def _rename_step(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 1', '"step": 3'))
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a data file is missing": ("__0_0.distcp", Path.unlink, "is damaged (__0_0.distcp is missing)"),
     "a data file is cut": ("__0_0.distcp", _cut, "is damaged (__0_0.distcp has "),
-    "a data file is overwritten": ("__0_0.distcp", _spoil, "is damaged ("),
+    "a data file is overwritten": ("__0_0.distcp", _spoil, "is damaged (__0_0.distcp is not what was saved)"),
+    "a number is another": ("__0_0.distcp", _flip, "is damaged (__0_0.distcp is not what was saved)"),
     "DCP's own file is missing": (".metadata", Path.unlink, "is damaged (.metadata is missing)"),
     "DCP's own file is cut": (".metadata", _cut, "is damaged (.metadata has "),
     "DCP's own file is overwritten": (".metadata", _spoil, "is damaged ("),
@@ -341,7 +354,7 @@ def test_damage_is_told_in_one_line_on_all_ranks(
     file, spoil, message = DAMAGES[damage]
     checkpoint = save_alone(tmp_path, 1, {"a": [1, 2, 3]})
     spoil(checkpoint / file)
-    wishes: list[list[Wish]] = [[], [], [("a", 0, 3)]]  # an overwritten data file is seen by the last rank alone
+    wishes: list[list[Wish]] = [[], [], [("a", 0, 3)]]  # the first ranks want no number, and are told as well
     answers = world.call(ALL, load_wishes, [(checkpoint, {"a": 3}, wish) for wish in wishes])
     assert all(isinstance(answer, InputError) for answer in answers), answers
     assert len({str(answer) for answer in answers}) == 1
@@ -354,6 +367,22 @@ def test_damage_is_told_in_one_line_on_all_ranks(
     with pytest.raises(InputError):
         load_alone(checkpoint, a=3)
     assert capfd.readouterr() == ("", "")
+
+
+def test_facts_of_another_step_are_told(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path, 1, {"a": [1, 2, 3]})
+    _rename_step(checkpoint / "motley.json")
+    with pytest.raises(InputError, match=r"step-00000001: is damaged \(its motley.json tells of step 3\)"):
+        read_facts(checkpoint)
+
+
+def test_checkpoints_of_before_there_were_checksums_are_loaded(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path, 1, {"a": [1, 2, 3]})
+    facts = json.loads((checkpoint / "motley.json").read_text())
+    assert set(facts["crc32"]) == set(facts["files"]) == {".metadata", "__0_0.distcp"}
+    del facts["crc32"]
+    (checkpoint / "motley.json").write_text(json.dumps(facts))
+    assert load_alone(checkpoint, a=3) == {"a": [1, 2, 3]}
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

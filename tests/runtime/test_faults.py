@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from runtime.checkpoints import hold
 from runtime.launch import launch_lines
 from runtime.options import arguments
 from runtime.settings import Settings
 from sim.spec.plan import read_plan
+from sim.spec.reading import InputError
 from tests.runtime.processes import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +195,19 @@ def test_a_mistake_that_all_workers_find_is_told_once(more: dict[str, Any], told
     code, errors = ended(runs.start(runs.settings(2, **paths)), [])
     assert code == 2
     assert errors.startswith(f"motley: error: {told}") and errors.count("\n") == 1, errors
+
+
+def test_a_folder_of_checkpoints_takes_one_run_at_a_time(runs: Runs) -> None:
+    folder = runs.folder / "kept"
+    folder.mkdir()
+    with hold(folder):
+        with pytest.raises(InputError, match="kept: another run writes its checkpoints there"):
+            hold(folder)
+        code, errors = ended(runs.start(runs.settings(2, checkpoints=folder)), [])
+    told = "another run writes its checkpoints there; wait for its end, or name another folder"
+    assert (code, errors) == (2, f"motley: error: {folder}: {told}\n")
+    with hold(folder):  # which is free again
+        pass
 
 
 def test_a_mistake_that_one_worker_finds_in_the_middle_of_a_step_is_told_and_not_what_follows(runs: Runs) -> None:

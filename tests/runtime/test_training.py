@@ -16,7 +16,7 @@ from runtime.data import Order as SampleOrder
 from runtime.data import open_data
 from runtime.interpreter import Interpreter
 from runtime.optimizer import StepFacts
-from runtime.training import divergence
+from runtime.training import _check_facts, divergence
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node
 from sim.spec.compile import compile_plan
@@ -24,7 +24,7 @@ from sim.spec.gpu import gpu_kind
 from sim.spec.program import INSTRUCTIONS, Instruction, dry_run, instruction_text, parse_instruction, parse_program, program_text
 from sim.spec.reading import InputError
 from sim.spec.trace import ACTIVITIES, BACKGROUND
-from sim.spec.transformer import transformer
+from sim.spec.transformer import to_table, transformer
 from tests.runtime.test_equality import GPT, LLAMA, PLANS, assert_equal, pipeline, plan_of, reference, settings_of
 from tests.runtime.workers import WORKERS, Order, Workers, token_file
 
@@ -82,6 +82,27 @@ def test_a_checkpoint_of_another_model_is_refused(workers: Workers, tmp_path: Pa
     wider = plan_of(dataclasses.replace(LLAMA, ffn=64), *plan.pipelines)
     with pytest.raises(AssertionError, match="is of another model: its ffn is 48, but that of small-llama is 64"):
         workers.train(Order(wider, chosen, resume=tmp_path / "checkpoints" / "step-00000001"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"consumed": "abc"}, "facts.consumed: expected a whole number of at least 0, but got 'abc'"),
+        ({"consumed": -5}, "facts.consumed: expected a whole number of at least 0, but got -5"),
+        ({"updates": None}, "facts.updates: expected a whole number of at least 0, but got nothing"),
+        ({"model": []}, "facts.model: expected a mapping of keys to values, but got []"),
+        ({"loss_scale": "large", "since_overflow": 0}, "facts.loss_scale: expected a number"),
+    ],
+)
+def test_facts_that_are_damaged_are_told_by_their_names(changes: dict[str, object], told: str, tmp_path: Path) -> None:
+    plan = PLANS["one device"]
+    chosen = settings_of(plan, tmp_path / "data")
+    facts = {"model": to_table(plan.transformer), "optimizer": plan.optimizer, "sequence_length": plan.sequence_length}
+    facts |= {"seed": chosen.seed, "tokens": 10, "consumed": 1, "updates": 1, "step": 1, "loss_scale": None}
+    _check_facts(tmp_path, facts, plan, chosen, 10)
+    with pytest.raises(InputError) as error:
+        _check_facts(tmp_path, facts | changes, plan, chosen, 10)
+    assert told in str(error.value) and str(error.value).startswith(str(tmp_path / "motley.json"))
 
 
 # --- Order -----------------------------------------------------------------------------------------------------------
