@@ -107,6 +107,8 @@ def calibrate(
         raise InputError("nothing to fit to: give --traces, --bench, --links or --runs")
     if holdout is not None and not given:
         raise InputError(f"--holdout {holdout:g} is of runs' plans, but there are no --traces")
+    if plot is not None and not given:
+        raise InputError(f"--plot {plot}: without --traces there is nothing to draw")
     for path in given:
         if given.count(path) > 1:
             raise InputError(f"--traces: {path} is given more than once")
@@ -132,8 +134,6 @@ def calibrate(
         files.write("--report", told.calibration_page(found))
     files.write("--json", told.calibration_json(found))
     if plot is not None:
-        if not found.predictions:
-            raise InputError(f"--plot {plot}: without runs there is nothing to draw")
         _draw(found, plot)
         files.tell(plot, None)
     for line in told.warnings(found):

@@ -30,6 +30,9 @@ from sim.spec.program import (
 from sim.spec.reading import InputError
 from sim.spec.trace import Span, Trace, period_s
 
+MOST_AFTER = 2.0
+"""A span of an iteration ends within so many of it; lanes may begin apart."""
+
 MessageKey: TypeAlias = tuple[str, Send]
 """The sender, and what it sends, of micro-batch 0."""
 
@@ -113,11 +116,14 @@ def _check(name: str, trace: Trace, cluster: Cluster, first_name: str, first: Tr
         raise InputError(f"{name}: constants are fitted on measured or paced runs, but this one is simulated")
     if trace.cluster != cluster.name:
         raise InputError(f"{name}: the run is of the cluster {trace.cluster!r}, but the constants to fit are of {cluster.name!r}")
-    try:
-        for device in trace.plan.devices:
-            cluster.device(device)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from None
+    precision = trace.plan.precision
+    for device in (*trace.plan.devices, *trace.peak_bytes):
+        try:
+            kind = cluster.device(device).gpu
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+        if kind.peak(precision) is None:
+            raise InputError(f"{name}: the run is in {precision}, which {kind.name} of {device} does not have")
     if not several_models and trace.plan.transformer != first.plan.transformer:
         shapes = [f"{one.name} ({one.layers} layers of {one.hidden})" for one in (trace.plan.transformer, first.plan.transformer)]
         raise InputError(f"{name}: all runs are of one model, but this one is of {shapes[0]}, and {first_name} of {shapes[1]}")
@@ -127,10 +133,19 @@ def _check(name: str, trace: Trace, cluster: Cluster, first_name: str, first: Tr
         )
     if not trace.iteration_s > 0:
         raise InputError(f"{name}: an iteration takes more than 0 s, but this one has {trace.iteration_s!r} s")
-    program = {lane.name: set(lane.instructions) for lane in compile_plan(trace.plan).lanes}
+    lanes = compile_plan(trace.plan).by_name
+    program = {lane.name: set(lane.instructions) for lane in lanes.values()}
     for span in trace.spans:
+        if span.end_s < span.start_s:
+            raise InputError(f"{name}: {span.instruction} on the lane {span.lane!r} ends before it starts")
         if span.instruction not in program.get(span.lane, ()):
             raise InputError(f"{name}: its spans are of another plan: there is no {span.instruction} on the lane {span.lane!r}")
+    for lane_name, devices in trace.lanes.items():
+        if lane_name not in lanes or lanes[lane_name].devices != devices:
+            raise InputError(f"{name}: its lane {lane_name!r} of {', '.join(devices) or 'no device'} is none of its plan")
+    last_s = max((span.end_s for span in trace.spans), default=0.0)
+    if last_s > MOST_AFTER * trace.iteration_s or not period_s(trace) > 0:
+        raise InputError(f"{name}: its spans take longer than an iteration, of {trace.iteration_s!r} s")
 
 
 def median_spans_s(trace: Trace) -> dict[SpanKey, float]:

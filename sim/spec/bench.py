@@ -39,6 +39,9 @@ _ATTENTION = ("sequences", "sequence_length", "heads", "kv_heads", "head_dim")
 _LAYER = ("sequences", "sequence_length", "hidden", "ffn", "heads", "kv_heads", "head_dim", "tensor_parallel")
 _HEAD = ("sequences", "sequence_length", "hidden", "vocab")
 
+SECONDS = 1e-10, 1e6
+"""Between these is what anything measured takes."""
+
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("rows", "columns", "inner"),
     "attention forward": _ATTENTION,
@@ -152,6 +155,8 @@ def _check_times(seconds: float, spread: float, repeats: int) -> None:
     """Nothing. Raises InputError as the records say."""
     if not 0 < seconds < math.inf:
         raise InputError(f"seconds is finite and above 0, but got {seconds!r}")
+    if not SECONDS[0] <= seconds <= SECONDS[1]:
+        raise InputError(f"seconds is from {SECONDS[0]:g} to {SECONDS[1]:g}, but got {seconds!r}")
     if not 0 <= spread < math.inf:
         raise InputError(f"spread is finite and at least 0, but got {spread!r}")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:

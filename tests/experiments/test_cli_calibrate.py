@@ -92,6 +92,7 @@ def test_published_runs_tell_the_speed_of_their_kind(tmp_path: Path, capsys: pyt
     ("more", "message"),
     [
         ([], "nothing to fit to: give --traces, --bench, --links or --runs"),
+        (["--links", "nowhere.yaml", "--plot", "x.png"], "--plot x.png: without --traces there is nothing to draw"),
         (["--runs", "{published}"], "runs tells a whole plan and its iter_time_s on the kinds of 'mixed': CPU-large, CPU-small"),
         (["--traces", "{0}", "--traces", "{0}"], "0.json is given more than once"),
         (["--traces", "{0}", "{1}"], "at least 4 different plans, but there are 2 of 2: run 2 more"),

@@ -276,6 +276,20 @@ def test_a_trace_of_devices_that_are_not_there_is_refused() -> None:
         observed([("a.json", trace)], WORLD)
 
 
+def test_a_trace_that_contradicts_itself_is_refused(runs: list[tuple[str, Trace]]) -> None:
+    trace = runs[0][1]
+    first = trace.spans[0]
+    for change, message in (
+        ({"spans": (first._replace(end_s=first.start_s - 1.0), *trace.spans[1:])}, "on the lane 'p0s0' ends before it starts"),
+        ({"spans": (*trace.spans[:-1], trace.spans[-1]._replace(end_s=1e300))}, "its spans take longer than an iteration, of "),
+        ({"lanes": dict.fromkeys(trace.lanes, ("large-0/0",))}, "is none of its plan"),
+        ({"peak_bytes": {"foo/0": 1}}, "device 'foo/0' is not in cluster 'mixed'"),
+        ({"plan": replace(trace.plan, precision="fp8")}, "the run is in fp8, which CPU-"),
+    ):
+        with pytest.raises(InputError, match=rf"^a\.json: .*{message}"):
+            observed([("a.json", replace(trace, **change))], WORLD)
+
+
 def test_a_bench_of_another_kind_is_refused() -> None:
     bench = Bench("NVIDIA H200", "H200", ("bf16",), links=(LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0),))
     with pytest.raises(InputError, match=r"^h200\.yaml: the bench is of a H200, but the cluster 'mixed' has CPU-large, "):

@@ -102,6 +102,8 @@ def test_the_model_of_a_shape_is_the_layer_that_was_measured() -> None:
         ({"precision": "int8"}, "precision is one of .*, but got 'int8'"),
         ({"seconds": 0.0}, "seconds is finite and above 0, but got 0.0"),
         ({"seconds": math.nan}, "seconds is finite and above 0, but got nan"),
+        ({"seconds": 1e-300}, r"seconds is from 1e-10 to 1e\+06, but got 1e-300"),
+        ({"seconds": 1e9}, r"seconds is from 1e-10 to 1e\+06, but got 1000000000.0"),
         ({"spread": -1.0}, "spread is finite and at least 0"),
         ({"repeats": 0}, "repeats is a whole number above 0, but got 0"),
     ],
