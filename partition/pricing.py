@@ -42,6 +42,7 @@ from sim.spec.counts import (
     head_parameters,
     layer_parameters,
 )
+from sim.spec.gpu import is_cpu
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline, Plan, Stage, tensor_groups
 from sim.spec.program import Backward, BackwardWeight, Compute, Forward, Lane
@@ -323,6 +324,8 @@ class Pricing:
                 first, last, dividing = s == 0, s == len(stages) - 1, copies if settings.zero_stage else 1
                 own = updated_parameters(job, len(devices), layers, first, last, dividing)
                 node = self.cluster.device(devices[0]).node
+                if is_cpu(node.gpu):
+                    continue  # which is its own host
                 longest_s = max(longest_s, host_step_s(node, own, job.precision, job.gradient_precision, job.optimizer))
         return longest_s
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage, updated_parameters
-from sim.cost.memory import LaneShape, MemoryRules, host_parameter_bytes, lane_shapes, rules_of, shape_parts
+from sim.cost.memory import LaneShape, MemoryRules, host_parameter_bytes, host_room_bytes, lane_shapes, rules_of, shape_parts
 from sim.spec.cluster import Cluster
 from sim.spec.counts import RECOMPUTE
 from sim.spec.job import Job
@@ -80,7 +80,7 @@ class Room:
     def __init__(self, cluster: Cluster, job: Job) -> None:
         self._cluster, self._job = cluster, job
         self._known: dict[object, list[StageBytes]] = {}
-        self._hosts = {node.name: have for node in cluster.nodes if (have := node.host_memory_bytes) is not None}
+        self._hosts = {node.name: have for node in cluster.nodes if (have := host_room_bytes(node)) is not None}
 
     def fits(self, draft: Draft, settings: Settings) -> bool:
         """Whether every stage of a draft fits in the memory of each of its devices, and what it offloads in that of hosts."""

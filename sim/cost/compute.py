@@ -23,7 +23,7 @@ from sim.spec.counts import (
     layer_parameters_at,
     tied_copy_parameters_at,
 )
-from sim.spec.gpu import GpuKind, at_speed
+from sim.spec.gpu import GpuKind, at_speed, is_cpu
 from sim.spec.plan import LayerRange, Plan, tensor_groups
 from sim.spec.program import Backward, BackwardInput, BackwardWeight, Compute, Forward, Lane, OptimizerStep, work_key
 from sim.spec.stack import Stack
@@ -352,10 +352,11 @@ class ComputeCost:
         if lane.head and not lane.embedding:
             parameters += tied_copy_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
-        if plan.offload_optimizer:
+        nodes = [self.cluster.device(name).node for name in lane.devices] if plan.offload_optimizer else []
+        hosts = [node for node in nodes if not is_cpu(node.gpu)]  # a CPU is its own host: nothing moves
+        if hosts:
             return self.stack.step_s + max(
-                host_step_s(self.cluster.device(name).node, parameters, plan.precision, plan.gradient_precision, plan.optimizer)
-                for name in lane.devices
+                host_step_s(node, parameters, plan.precision, plan.gradient_precision, plan.optimizer) for node in hosts
             )
         rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
         traffic = self.stack.optimizer_traffic * num_bytes

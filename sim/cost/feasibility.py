@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sim.cost.memory import MemoryParts, host_bytes, lane_parts
+from sim.cost.memory import MemoryParts, host_bytes, host_room_bytes, lane_parts, peak_bytes
 from sim.spec.cluster import Cluster
+from sim.spec.gpu import is_cpu
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
 from sim.spec.reading import nearest
@@ -114,16 +115,22 @@ def _memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
 
 def _host_memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The host that lacks the most memory for offloaded states."""
-    have = {node.name: node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes is not None}
+    have = {node.name: room_bytes for node in cluster.nodes if (room_bytes := host_room_bytes(node)) is not None}
     if not plan.offload_optimizer or not have:
         return None
     need = {name: num_bytes for name, num_bytes in host_bytes(plan).items() if name in have}
+    shared = {node.name for node in cluster.nodes if is_cpu(node.gpu)}
+    for device, num_bytes in peak_bytes(plan, cluster).items() if shared else ():  # in the same memory
+        node = device.rpartition("/")[0]
+        if node in shared:
+            need[node] += num_bytes
     name = max(need, key=lambda name: need[name] - have[name], default=None)
     if name is None or need[name] <= have[name]:
         return None
+    what = "its devices and the optimizer's states" if name in shared else "the optimizer's states"
     message = (
-        f"the host of {name} needs {_gib(need[name])} GiB for the optimizer's states (offload_optimizer) "
-        f"but has {_gib(have[name])} GiB (host_memory)"
+        f"the host of {name} needs {_gib(need[name])} GiB for {what} (offload_optimizer) "
+        f"but has {_gib(have[name])} GiB{'' if name in shared else ' (host_memory)'}"
     )
     return Infeasible(None, "memory", need[name], have[name], message)
 

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Node
 from sim.spec.compile import bucket_layers
 from sim.spec.counts import (
     PRECISION_BYTES,
@@ -34,6 +34,7 @@ from sim.spec.counts import (
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
 )
+from sim.spec.gpu import is_cpu
 from sim.spec.plan import LayerRange, Pipeline, Plan
 from sim.spec.schedules import check_ranges, held_by
 from sim.spec.stack import Stack, stack
@@ -347,6 +348,17 @@ def host_bytes(plan: Plan) -> dict[str, int]:
                 node = name.rpartition("/")[0]
                 found[node] = found.get(node, 0) + round(scale * parts.optimizer)
     return found
+
+
+def host_room_bytes(node: Node) -> int | None:
+    """Bytes that a node's host has for offloaded optimizers; None where that is not known.
+
+    Where the devices are CPUs, their memory is the host's, and there is no other.
+    """
+    if not is_cpu(node.gpu):
+        return node.host_memory_bytes
+    own_bytes = node.gpus * node.gpu.memory_bytes
+    return own_bytes if node.host_memory_bytes is None else min(own_bytes, node.host_memory_bytes)
 
 
 def host_parameter_bytes(optimizer: str) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import host_bytes, peak_bytes
+from sim.engine import simulate
 from sim.spec.cluster import Cluster, Intra, Nic, Node
 from sim.spec.gpu import gpu_kind
 from sim.spec.judge import Infeasible
@@ -64,6 +65,21 @@ def test_offloaded_states_have_to_fit_in_the_host_that_lacks_the_most() -> None:
             assert (found.need_bytes, found.have_bytes) == (need["a100"], need["a100"] - lack)
             assert found.message.startswith("the host of a100 needs 0.2 GiB") and "host_memory" in found.message
     assert infeasible(replace(offloaded, offload_optimizer=False), CLUSTER.with_nodes(nodes)) is None
+
+
+def test_offloading_gains_neither_room_nor_time_where_devices_are_cpus() -> None:
+    """Their memory is the host's: what goes there has to fit beside what is there."""
+    offloaded = plan(("cpu/0",), ("cpu/1",), precision="fp32", offload_optimizer=True)
+    need = host_bytes(offloaded)["cpu"] + sum(peak_bytes(offloaded, CLUSTER).values())
+    for lack in (0, 2):
+        kind = replace(gpu_kind("CPU"), memory_bytes=-(-need // 2) - lack)
+        world = CLUSTER.with_nodes((Node("cpu", kind, 2, Intra("nvlink", 3e9)),))
+        found = infeasible(offloaded, world)
+        assert (found is None) == (lack == 0)
+        if found is not None:
+            assert found.need_bytes == need
+            assert found.message.startswith(f"the host of cpu needs {need / 2**30:.1f} GiB for its devices and the optimizer's states")
+    assert simulate(offloaded, world).iteration_s == simulate(replace(offloaded, offload_optimizer=False), world).iteration_s
 
 
 def test_a_group_may_span_nodes() -> None:
