@@ -115,7 +115,12 @@ def _workers_per_core(plan: Plan) -> float:
 
 
 def with_measured_peaks(cluster: Cluster, plan: Plan, result: RunResult) -> Cluster:
-    """A cluster of CPUs whose nodes have the peaks that a run measured; nodes it did not use have the mean of the others'."""
+    """A cluster of CPUs whose nodes have the peaks that a run measured; nodes it did not use have the mean of the others'.
+
+    One that is calibrated stays as it is: its constants were fitted beside the peaks of its file.
+    """
+    if cluster.calibration is not None:
+        return cluster
 
     def measured(node: Node) -> Node:
         own = [name for name in plan.devices if cluster.device(name).node == node]

@@ -428,7 +428,7 @@ def show_run(told: RunReport, cluster: Cluster | None, files: Outputs) -> None:
     files.console.print()
     first, last = result.first_step + 1, result.first_step + len(result.losses)
     files.say(f"loss {result.losses[0]:.4f} in step {first}, {result.losses[-1]:.4f} in step {last}")
-    if result.peak_measured and result.peak_flop_per_s:
+    if result.peak_measured and result.peak_flop_per_s and told.cluster.calibration is None:
         peak = f"{sum(result.peak_flop_per_s.values()) / 1e9:,.1f} GFLOP/s"
         workers, shared = len(plan.devices), ""
         if workers > cores():

@@ -40,9 +40,9 @@ from sim.cost.traffic import message, switch_owners, work
 from sim.engine import simulate
 from sim.prepared import SpanKey
 from sim.spec.bench import Bench, LinkMeasurement
-from sim.spec.cluster import Calibration, Cluster
+from sim.spec.cluster import Calibration, Cluster, Node
 from sim.spec.compile import compile_plan
-from sim.spec.gpu import GpuKind
+from sim.spec.gpu import GpuKind, is_cpu
 from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
@@ -616,10 +616,14 @@ def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Clus
             raise InputError(f"{name}: the bench is of a {bench.kind}, but the cluster {cluster.name!r} has {', '.join(kinds)}")
         if bench.gpu_kind is not None:
             measured = bench.gpu_kind
-            cluster = replace(
-                cluster,
-                nodes=tuple(replace(node, gpu=measured) if node.gpu.name == bench.kind else node for node in cluster.nodes),
-            )
+
+            def with_kind(node: Node, measured: GpuKind = measured) -> Node:
+                # A bench of a CPU tells of the memory of its whole machine, which its devices share.
+                kind = replace(measured, memory_bytes=node.gpu.memory_bytes) if is_cpu(measured) else measured
+                return replace(node, gpu=kind)
+
+            nodes = tuple(with_kind(node) if node.gpu.name == bench.kind else node for node in cluster.nodes)
+            cluster = replace(cluster, nodes=nodes)
         if bench.stack is not None:
             cluster = replace(cluster, stack=replace(bench.stack, name="own"))
         try:

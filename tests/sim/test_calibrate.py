@@ -10,7 +10,7 @@ import pytest
 
 from sim.calibrate import Calibrated, Elsewhere, Observed, Prediction, calibrate, observed
 from sim.calibrate.constants import constants_of
-from sim.calibrate.fit import Fitting, _interval, _kendall, peaks_bytes
+from sim.calibrate.fit import Fitting, _interval, _kendall, peaks_bytes, with_benches
 from sim.calibrate.observations import run_spread
 from sim.cost.network import Network
 from sim.engine import simulate
@@ -294,6 +294,15 @@ def test_a_bench_of_another_kind_is_refused() -> None:
     bench = Bench("NVIDIA H200", "H200", ("bf16",), links=(LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0),))
     with pytest.raises(InputError, match=r"^h200\.yaml: the bench is of a H200, but the cluster 'mixed' has CPU-large, "):
         calibrate(WORLD, [], [("h200.yaml", bench)])
+
+
+def test_a_bench_of_a_cpu_says_nothing_of_the_memory_of_its_devices() -> None:
+    kind = WORLD.device("large-0/0").gpu
+    measured_kind = replace(kind, memory_bytes=2**36, memory_bandwidth_bytes_per_s=3e10)
+    sent = LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0)
+    bench = Bench("two cores", kind.name, ("fp32",), links=(sent,), gpu_kind=measured_kind)
+    found = with_benches(WORLD, [("cpu.yaml", bench)]).device("large-0/0").gpu
+    assert (found.memory_bytes, found.memory_bandwidth_bytes_per_s) == (kind.memory_bytes, 3e10)
 
 
 def test_a_constant_at_its_bound_is_marked() -> None:

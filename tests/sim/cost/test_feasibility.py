@@ -78,7 +78,8 @@ def test_offloading_gains_neither_room_nor_time_where_devices_are_cpus() -> None
         assert (found is None) == (lack == 0)
         if found is not None:
             assert found.need_bytes == need
-            assert found.message.startswith(f"the host of cpu needs {need / 2**30:.1f} GiB for its devices and the optimizer's states")
+            told = f"the host of cpu needs {need / 2**30:.1f} GiB for its devices and the optimizer's states"
+            assert found.message.startswith(told)
     assert simulate(offloaded, world).iteration_s == simulate(replace(offloaded, offload_optimizer=False), world).iteration_s
 
 
