@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from experiments.discover import Found
+from experiments.machine import with_cpus_apart
 from sim.spec.cluster import Cluster, Fabric, LinkOverride, WideAreaLink
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack, stack
@@ -32,6 +33,7 @@ def joined(name: str, clusters: Sequence[Cluster]) -> Found:
     twice = [node for node, times in Counter(node.name for node in nodes).items() if times > 1]
     if twice:
         raise InputError(f"the node {twice[0]!r} stands in several of the clusters that are joined; each machine has one name")
+    nodes = with_cpus_apart(nodes)
     kinds = {node.gpu.name: node.gpu for node in nodes}
     differing = next((node for node in nodes if kinds[node.gpu.name] != node.gpu), None)
     if differing is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -112,6 +112,17 @@ def measured_cpu(kind: GpuKind, plan: Plan, result: RunResult, devices: Iterable
 def _workers_per_core(plan: Plan) -> float:
     """How many workers of the plan share a core of this machine, at least 1."""
     return max(1.0, len(plan.devices) / cores())
+
+
+def with_cpus_apart(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes; where CPUs of one name were measured to differ from node to node, each has a name of its own, as in a file."""
+
+    def named(node: Node) -> Node:
+        alike = all(other.gpu == node.gpu for other in nodes if other.gpu.name == node.gpu.name)
+        apart = is_cpu(node.gpu) and not alike
+        return replace(node, gpu=replace(node.gpu, name=f"{node.gpu.name} {node.name}", aliases=())) if apart else node
+
+    return tuple(map(named, nodes))
 
 
 def with_measured_peaks(cluster: Cluster, plan: Plan, result: RunResult) -> Cluster:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from experiments.machine import allocated_bytes, stand_in, with_measured_peaks
+from experiments.machine import allocated_bytes, stand_in, with_cpus_apart, with_measured_peaks
 from sim.cost.feasibility import infeasible
 from sim.engine import simulate
 from sim.metrics import Report, recompute_flop, report, report_json
@@ -118,17 +118,9 @@ def run_report(result: RunResult, cluster: Cluster | None, device: str, through_
 
 
 def _file_text(cluster: Cluster) -> str | None:
-    """The text of the cluster's file; None for a bandwidth matrix that is in no file.
-
-    CPUs of several nodes, whose peaks were measured, are one kind with as many peaks: in a file each has a name of its own.
-    """
-
-    def named(node: Node) -> Node:
-        alone = all(other.gpu == node.gpu for other in cluster.nodes if other.gpu.name == node.gpu.name)
-        return node if alone else replace(node, gpu=replace(node.gpu, name=f"{node.gpu.name} {node.name}", aliases=()))
-
+    """The text of the cluster's file; None for a bandwidth matrix that is in no file."""
     try:
-        return cluster_yaml(replace(cluster, nodes=tuple(map(named, cluster.nodes))))
+        return cluster_yaml(replace(cluster, nodes=with_cpus_apart(cluster.nodes)))
     except InputError:
         return None
 

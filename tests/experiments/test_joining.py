@@ -61,6 +61,17 @@ def test_what_each_file_tells_is_kept() -> None:
     assert "n-0/nic0>fabric" in slowed
 
 
+def test_cpus_that_were_measured_to_differ_are_named_after_their_machines() -> None:
+    text = "name: {0}\nnodes: [{{name: {0}, gpu: CPU, gpus: 1, intra: pcie4, nic: {{kind: ethernet, bandwidth: 1 Gbit/s}}}}]\n"
+    peaks = "gpu_kinds: {{CPU: {{peak: {{fp32: {1} GFLOP/s}}}}}}\n"
+    one, two, like = (cluster((text + peaks).format(name, rate)) for name, rate in (("a", 90), ("b", 95), ("c", 90)))
+    found = joined("lab", [one, two]).cluster
+    assert [node.gpu.name for node in found.nodes] == ["CPU a", "CPU b"]
+    assert [node.gpu.peak("fp32") for node in found.nodes] == [90e9, 95e9]
+    assert parse_cluster(cluster_yaml(found), "y.yaml") == found
+    assert {node.gpu.name for node in joined("lab", [one, like]).cluster.nodes} == {"CPU"}
+
+
 def test_a_cluster_alone_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_text("GB/s,n-0,n-1\nn-0,,1\nn-1,2,\n")
     one = parse_cluster(RICH + "bandwidth_matrix: m.csv\n", tmp_path / "x.yaml")
