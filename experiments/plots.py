@@ -12,6 +12,7 @@ import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -507,7 +508,7 @@ class MfuCell:
 
 
 _PLANNER_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
-_REPORTED = "#303030"
+_REPORTED, _BARS = "#303030", "#8A8A8A"
 _NOTE_CHARACTERS = 165
 """What one line of the note holds at the figure's own width."""
 
@@ -579,13 +580,18 @@ def _style_mfu_axes(
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    handles = [Patch(facecolor=_REPORTED, label="reported"), Patch(facecolor="none", label=" ")]
-    for p, planner in enumerate(planners):
-        fill = _PLANNER_COLOURS[p % len(_PLANNER_COLOURS)]
-        handles.append(Patch(facecolor=fill, label=f"{planner}: HFU at the paper's peaks"))
-        handles.append(Patch(facecolor="#FFFFFF", edgecolor=fill, hatch="////", label=f"{planner}: MFU at true peaks"))
-    columns = min(1 + len(planners), 4)
-    legend_lines = -(-len(handles) // columns)
+    # Whose bars they are above, what they are below: legends are filled column by column.
+    colours = [_PLANNER_COLOURS[p % len(_PLANNER_COLOURS)] for p in range(len(planners))]
+    above = [Patch(facecolor=_REPORTED, label="reported")]
+    above += [Patch(facecolor=fill, label=planner) for planner, fill in zip(planners, colours, strict=True)]
+    below = [
+        Patch(facecolor=_BARS, edgecolor=_BARS, label="HFU at the paper's peaks"),
+        Patch(facecolor="#FFFFFF", edgecolor=_BARS, hatch="////", label="MFU at true peaks"),
+    ]
+    columns = max(len(above), len(below))
+    empty = Patch(facecolor="none", label=" ")
+    handles = [pair for both in zip_longest(above, below, fillvalue=empty) for pair in both]
+    legend_lines = 2
     highest = max(value for row in rows for value in (row.reported, row.hfu_at_paper_peaks, row.mfu) if value is not None)
     ax.set_ylim(0, highest * (1.08 + 0.045 * legend_lines))
     ax.legend(handles=handles, loc="upper left", ncols=columns, facecolor="#FFFFFF", edgecolor="none", framealpha=1, fontsize=9)
