@@ -16,6 +16,7 @@ from partition.drafts import Draft, Settings, make_plan, most_recomputation, rec
 from sim.cost.memory import LaneShape, MemoryRules, host_parameter_bytes, host_room_bytes, lane_shapes, rules_of, shape_parts
 from sim.spec.cluster import Cluster
 from sim.spec.counts import RECOMPUTE
+from sim.spec.gpu import is_cpu
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import held_by
@@ -80,22 +81,29 @@ class Room:
     def __init__(self, cluster: Cluster, job: Job) -> None:
         self._cluster, self._job = cluster, job
         self._known: dict[object, list[StageBytes]] = {}
+        self._cpus = {node.name for node in cluster.nodes if is_cpu(node.gpu)}
         self._hosts = {node.name: have for node in cluster.nodes if (have := host_room_bytes(node)) is not None}
 
     def fits(self, draft: Draft, settings: Settings) -> bool:
         """Whether every stage of a draft fits in the memory of each of its devices, and what it offloads in that of hosts."""
         for pipeline in draft:
-            depth = len(pipeline.stages)
             for s, part in enumerate(pipeline.stages):
-                devices, counts = part.replicas[0].devices, part.recomputed().values()
-                held = self.stage(len(draft), len(devices), pipeline.micro_batch, settings, s == 0, s == depth - 1)
-                flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
-                if held.total(flying, counts) > self.capacity_bytes(devices):
+                if self._held_bytes(draft, pipeline, s, settings) > self.capacity_bytes(part.replicas[0].devices):
                     return False
         return self.fits_hosts(draft, settings)
 
+    def _held_bytes(self, draft: Draft, pipeline: Pipeline, s: int, settings: Settings) -> float:
+        """The bytes on each device of a stage of one of a draft's pipelines."""
+        part, deepest = pipeline.stages[s], len(pipeline.stages) - 1
+        held = self.stage(len(draft), len(part.replicas[0].devices), pipeline.micro_batch, settings, s == 0, s == deepest)
+        flying = held_by(settings.schedule, pipeline, s, slices=settings.sequence_slices)
+        return held.total(flying, part.recomputed().values())
+
     def fits_hosts(self, draft: Draft, settings: Settings) -> bool:
-        """Whether the states that a draft offloads fit in the memory of each host that is known; see `sim.cost.memory`."""
+        """Whether the states that a draft offloads fit in the memory of each host that is known; see `sim.cost.memory`.
+
+        Those of CPUs stand beside what else the devices hold.
+        """
         if not settings.offload_optimizer or not self._hosts:
             return True
         need: dict[str, float] = {}
@@ -107,7 +115,8 @@ class Room:
                 own = updated_parameters(self._job, len(part.devices), part.layer_count, s == 0, s == deepest, copies)
                 for name in part.devices:
                     node = self._cluster.device(name).node.name
-                    need[node] = need.get(node, 0.0) + own * each_bytes
+                    beside = self._held_bytes(draft, pipeline, s, settings) if node in self._cpus else 0.0
+                    need[node] = need.get(node, 0.0) + own * each_bytes + beside
         return all(num_bytes <= self._hosts.get(name, math.inf) for name, num_bytes in need.items())
 
     def capacity_bytes(self, devices: tuple[str, ...]) -> int:
@@ -128,6 +137,7 @@ class Room:
             settings.offload_optimizer,
             settings.expert_parallel,
             settings.sequence_slices,
+            settings.context_parallel,
             only,
         )
         found = self._known.get(key)

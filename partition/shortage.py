@@ -117,14 +117,21 @@ def _hungry_least(cluster: Cluster, job: Job) -> Iterator[tuple[Draft, Settings]
                 cut = _cut(job, room, order, settings)
                 if cut is not None:
                     yield cut, settings
+        by_degree = [[group for group in groups if len(group) == size] for size in dict.fromkeys(map(len, groups))]
         for ranks in (1, *context_degrees(job, len(groups))):
-            joined = [tuple(chain(*groups[at : at + ranks])) for at in range(0, len(groups) - ranks + 1, ranks)]
+            joined = [one for alike in by_degree for one in _joined(alike, ranks)]
             parts = job.sequence_length // ranks
             divided = Settings("1f1b", 3, cap > 1 and all(parts % len(group) == 0 for group in groups), context_parallel=ranks)
             for depth in (2**n for n in range(MOST_DEPTH.bit_length())):
                 copies = min(len(joined) // depth, job.global_batch)
                 if copies * ranks > 1 and copies and depth <= job.model.layers:
                     yield _copies(job, joined[: copies * depth], copies, depth), divided
+
+
+def _joined(groups: Sequence[Group], ranks: int) -> Iterator[Group]:
+    """Groups of so many context ranks, of tensor-parallel groups of one degree."""
+    for at in range(0, len(groups) - ranks + 1, ranks):
+        yield tuple(chain(*groups[at : at + ranks]))
 
 
 def _groups(node: Node, job: Job, cap: int) -> list[Group]:

@@ -301,19 +301,24 @@ def load(checkpoint: Path, stretches: Sequence[Stretch], process_group: dist.Pro
 
     first = _is_first(process_group)
 
-    def find() -> Items:
+    def check() -> None:
         if first:
             _check_files(checkpoint)
-        return Items(checkpoint, stretches)
 
-    items = everywhere(find, process_group, checkpoint, "read")
+    everywhere(check, process_group, checkpoint, "read")
     everywhere(lambda: _check_sums(checkpoint, *_rank(process_group)), process_group, checkpoint, "read")
+    items = everywhere(lambda: Items(checkpoint, stretches), process_group, checkpoint, "read")
     everywhere(lambda: items.read(process_group), process_group, checkpoint, "read")
 
 
 def _check_files(checkpoint: Path) -> None:
     """Nothing. Raises InputError where a file of a checkpoint is missing, or is not as long as it was."""
-    files = _read_table(checkpoint).table("files")
+    table = _read_table(checkpoint)
+    files, sums = table.table("files"), table.table("crc32", None)
+    if sums is not None and (unknown := set(sums.keys()) - set(files.keys())):
+        raise InputError(
+            f"{checkpoint}: is damaged (its {FACTS} has the checksum of {sorted(unknown)[0]}, which is none of its files)"
+        )
     for name in files.keys():  # noqa: SIM118
         path, size = checkpoint / name, files.integer(name)
         if not path.is_file():

@@ -14,6 +14,7 @@ from partition.room import Room
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import lane_parts
 from sim.spec.counts import RECOMPUTE
+from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline
 from sim.spec.schedules import held_by
 from sim.spec.transformer import Transformer, presets
@@ -112,3 +113,18 @@ def test_a_draft_fits_where_its_plan_is_feasible() -> None:
             draft = (Pipeline(1, work.global_batch, parts),)
             feasible = infeasible(make_plan(world, work, draft, Settings()), world) is None
             assert Room(world, work).fits(draft, Settings()) == feasible
+
+
+def test_what_cpus_offload_fits_where_the_plan_is_feasible() -> None:
+    """It stands in the same memory as all else: a CPU is its own host."""
+    work = job(TINY, batch=4, precision="fp32")
+    draft = tuple(Pipeline(1, 2, (stage((f"c/{p}",), (0, TINY.layers), 1),)) for p in range(2))
+    settings = Settings(offload_optimizer=True)
+    told = set()
+    for gib in (x / 16 for x in range(48, 160)):
+        kind = replace(gpu_kind("CPU"), memory_bytes=int(gib * 2**30))
+        world = cluster(replace(node("c", "RTX4090", 2), gpu=kind))
+        fits = Room(world, work).fits(draft, settings)
+        assert fits == (infeasible(make_plan(world, work, draft, settings), world) is None)
+        told.add(fits)
+    assert told == {False, True}

@@ -16,7 +16,7 @@ from sim.spec.cluster import Cluster
 from sim.spec.gpu import gpu_kind
 from sim.spec.job import Job
 from sim.spec.judge import Infeasible
-from sim.spec.plan import Pipeline
+from sim.spec.plan import Pipeline, tensor_groups
 from sim.spec.transformer import transformer
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
 
@@ -134,3 +134,17 @@ def test_a_long_sequence_fits_that_goes_over_several_gpus() -> None:
     )
     found = partition.plan(world, work, budget_s=4.0)
     assert found.plan is not None and found.plan.context_parallel > 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 2), (2, 1), (4, 2), (3, 4, 6)])
+def test_context_ranks_are_groups_of_one_degree_inside_nodes(sizes: tuple[int, ...]) -> None:
+    world = cluster(*(node(f"n{i}", "RTX4090", gpus) for i, gpus in enumerate(sizes)))
+    work = job(LARGE, sequence_length=131072, batch=2)
+    ranks = set()
+    for draft, settings in _hungry_least(world, work):
+        plan = make_plan(world, work, draft, settings)  # which it can be
+        ranks.add(plan.context_parallel)
+        for _, _, _, replica in plan.replicas():
+            for group in tensor_groups(replica.devices, plan.context_parallel):
+                assert len({world.device(name).node.name for name in group}) == 1
+    assert max(ranks) > 1

@@ -336,7 +336,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a number is another": ("__0_0.distcp", _flip, "is damaged (__0_0.distcp is not what was saved)"),
     "DCP's own file is missing": (".metadata", Path.unlink, "is damaged (.metadata is missing)"),
     "DCP's own file is cut": (".metadata", _cut, "is damaged (.metadata has "),
-    "DCP's own file is overwritten": (".metadata", _spoil, "is damaged ("),
+    "DCP's own file is overwritten": (".metadata", _spoil, "is damaged (.metadata is not what was saved)"),
     "the facts are missing": ("motley.json", Path.unlink, "is no complete checkpoint (it has no motley.json)"),
     "the facts are cut": ("motley.json", lambda path: os.truncate(path, 30), "motley.json, line 2, column 12: ends too early"),
     "the facts are of another format": (
@@ -374,6 +374,14 @@ def test_facts_of_another_step_are_told(tmp_path: Path) -> None:
     _rename_step(checkpoint / "motley.json")
     with pytest.raises(InputError, match=r"step-00000001: is damaged \(its motley.json tells of step 3\)"):
         read_facts(checkpoint)
+
+
+def test_a_checksum_of_another_file_is_told(tmp_path: Path) -> None:
+    checkpoint = save_alone(tmp_path, 1, {"a": [1, 2, 3]})
+    facts = checkpoint / "motley.json"
+    facts.write_text(facts.read_text().replace('"crc32": {', '"crc32": {"x": 1, '))
+    with pytest.raises(InputError, match="has the checksum of x, which is none of its files"):
+        load_alone(checkpoint, a=3)
 
 
 def test_checkpoints_of_before_there_were_checksums_are_loaded(tmp_path: Path) -> None:
