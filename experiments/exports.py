@@ -484,11 +484,12 @@ def to_torchtitan(plan: Plan) -> Export:
         notes.differs.append(f"gradients in {plan.gradient_precision}: torchtitan reduces them in float32")
     if not plan.overlap_gradients:
         notes.differs.append("reductions after the whole backward: torchtitan overlaps them with it")
-    divided = grid.data * grid.context > 1
+    replicas, shards, reshard = _titan_sharding(plan, grid, notes)
+    divided = grid.context > 1 or shards > 1
     if plan.offload_optimizer and divided:
         notes.differs.append("the optimizer alone in host memory: torchtitan offloads parameters and gradients, too")
     elif plan.offload_optimizer:
-        notes.refused.append("the optimizer in host memory with one data-parallel rank: torchtitan offloads what FSDP divides")
+        notes.refused.append("the optimizer in host memory where nothing is divided: torchtitan offloads what FSDP divides")
     if plan.precision in ("bf16", "fp8") and not divided and grid.tensor * grid.pipeline > 1:
         notes.differs.append(
             "bf16 with one data-parallel rank beside tensor or pipeline ranks: torchtitan's mixed precision is FSDP's, and "
@@ -501,7 +502,6 @@ def to_torchtitan(plan: Plan) -> Export:
     if plan.schedule not in _TITAN_SCHEDULES and grid.pipeline > 1:
         notes.differs.append(f"the schedule {plan.schedule}: torchtitan runs 1F1B")
     _note_in_flight(plan, notes, "torchtitan")
-    replicas, shards, reshard = _titan_sharding(plan, grid, notes)
     local = grid.micro_batch * (grid.micro_batches if grid.pipeline > 1 else 1)
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": replicas,

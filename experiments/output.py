@@ -95,7 +95,10 @@ def check_outside(folder: Path, places: Mapping[str, str | Path | None]) -> None
     """Nothing. Raises InputError where one of these files and folders, by flag, lies in the folder whose texts are trained on."""
     data = os.path.realpath(folder)
     for flag, path in places.items():
-        if path is not None and str(path) != STANDARD_OUTPUT and Path(os.path.realpath(path)).is_relative_to(data):
+        place = Path(os.path.realpath(path)) if path is not None and str(path) != STANDARD_OUTPUT else None
+        if place is None or not place.is_relative_to(data):
+            continue
+        if not any(part.startswith(".") for part in place.relative_to(data).parts):  # what is hidden is not read
             raise InputError(f"{flag}: {path} lies in {folder}, whose texts are trained on")
 
 

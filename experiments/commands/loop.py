@@ -145,9 +145,10 @@ def loop(
     fastest: _Ran | None = None
     for number in range(1, rounds + 1):
         folder = out / f"round-{number}"
-        chosen, informed = _chosen(folder, current, job, settings, plans, limit_s, seed + number - 1), current is not first
-        if not chosen:
-            tell_error(f"round {number}: no feasible plan was found within {budget}: give more time with --budget")
+        informed = current is not first
+        chosen = _chosen(folder, current, job, settings, plans, limit_s, seed + number - 1)
+        if isinstance(chosen, str):
+            tell_error(f"round {number}: no plan was found within {budget}: {chosen}")
             raise typer.Exit(NO_ANSWER)
         ran = []
         for one in chosen:
@@ -161,7 +162,7 @@ def loop(
         screen.print(_table(number, ran))
         told = "no two differ by more" if tau is None else f"Kendall's tau {tau:.2f} over {pairs} pairs that differ by more"
         screen.print(f"round {number}: {told} than {per_cent(SAME, 0)}", soft_wrap=True, markup=False)
-        found = _calibrated(folder, out, first, seed)
+        found = _calibrated(out, number, first, seed)
         if isinstance(found, Cluster):
             current = found
         else:
@@ -220,7 +221,7 @@ def _check_same(out: Path, cluster: Cluster, job: Job, settings: object, devices
     if path.is_file():
         known = parse_json(read_text(path), str(path))
         for key, value in facts.items():
-            there = known.get(key) if isinstance(known, dict) else None
+            there = known.get(key, value if key == "model" else None) if isinstance(known, dict) else None  # once it had no model
             if there != value:
                 short = key in ("job", "settings", "devices") and isinstance(there, str)
                 both = f" ({there} there, {value} here)" if short else ""
@@ -245,23 +246,34 @@ def _is_runnable(plan: Plan, settings: RunSettings) -> bool:
     return True
 
 
-def _chosen(folder: Path, cluster: Cluster, job: Job, settings: RunSettings, count: int, limit_s: float, seed: int) -> list[Plan]:
-    """The plans of a round: those in its folder, or else the best of each shape that searches find, which go there."""
+def _chosen(
+    folder: Path, cluster: Cluster, job: Job, settings: RunSettings, count: int, limit_s: float, seed: int
+) -> list[Plan] | str:
+    """The plans of a round, or why there is none.
+
+    They are those in its folder, or else the best of each shape that searches find, which go there.
+    """
     known = sorted(folder.glob("plan-*.json"))
     if known:
         return [read_plan(path) for path in known]
     found: dict[str, Plan] = {}
+    why = ""
     compile_first(*PLANNERS)
     for planner in PLANNERS:
         with search_progress(limit_s) as progress:
             result = search_plan(cluster, job, planner, simulation(cluster, job, seed), limit_s, seed, progress)
         plans = (result.plan, *(plan for plan, _ in result.others))
+        if result.infeasible is not None:
+            why = why or result.infeasible.message
+        elif not why:
+            why = "the runtime can run none of those that fit"
         found |= {_short(plan): plan for plan in plans if plan is not None and _is_runnable(plan, settings)}
         if len(found) >= count:
             break
     chosen = sorted(found.values(), key=lambda plan: simulate(plan, cluster).iteration_s)[:count]
-    if chosen:
-        _write_plans(folder, chosen)
+    if not chosen:
+        return why
+    _write_plans(folder, chosen)
     return chosen
 
 
@@ -294,12 +306,14 @@ def _run(plan: Plan, trace_file: Path, settings: RunSettings, cluster: Cluster, 
     write_file(trace_file, trace_json(told.result.trace), replace=True)
 
 
-def _calibrated(folder: Path, out: Path, cluster: Cluster, seed: int) -> Cluster | int:
-    """The cluster fitted to all runs so far, which goes to the round's folder; where there are too few, how many there are."""
-    path = folder / CALIBRATED
+def _calibrated(out: Path, number: int, cluster: Cluster, seed: int) -> Cluster | int:
+    """The cluster fitted to the runs of all rounds until this one, which goes to its folder; of too few, how many there are."""
+    path = out / f"round-{number}" / CALIBRATED
     if path.is_file():
         return read_cluster(path)
-    runs = [(str(file), read_trace(file)) for file in sorted((out / "runs").glob("*.json"))]
+    rounds = [out / f"round-{earlier}" for earlier in range(1, number + 1)]
+    names = sorted({_short(read_plan(plan)) for folder in rounds for plan in folder.glob("plan-*.json")})
+    runs = [(str(file), read_trace(file)) for file in (out / "runs" / f"{name}.json" for name in names)]
     if len(runs) < NEEDED_PLANS:
         return len(runs)
     found = calibrate(cluster, runs, seed=seed)

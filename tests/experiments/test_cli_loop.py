@@ -175,6 +175,23 @@ def test_a_loop_of_another_model_or_other_settings_under_the_same_names_is_refus
     assert "has a loop of another model; take another folder" in capsys.readouterr().err
 
 
+def test_a_round_is_calibrated_on_its_own_runs_and_those_before_whenever_it_is_looked_at(world: World) -> None:
+    out = world.folder / "out"
+    assert world.loop("--plans", "2", rounds=1) == 0
+    assert not (out / "round-1" / "calibrated.yaml").exists() and not (out / "calibrated.yaml").exists()
+    for _ in range(2):  # the second time all has run
+        assert world.loop(rounds=2) == 0
+        assert not (out / "round-1" / "calibrated.yaml").exists()
+        assert len(list((out / "runs").glob("*.json"))) >= 4
+        assert (out / "round-2" / "calibrated.yaml").is_file()
+
+
+def test_why_no_plan_was_found_is_told(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.loop("--precision", "bf16") == 1
+    told = capsys.readouterr().err
+    assert "motley: round 1: no plan was found within 300ms: " in told and "bf16" in told
+
+
 def test_files_of_a_user_are_neither_overwritten_nor_lost(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     out = world.folder / "out"
     out.mkdir()

@@ -402,7 +402,12 @@ def test_equal_replicas_are_data_parallel_ranks() -> None:
         ("megatron", {"schedule": "zb-v", "cuts": [[(0, 8), (24, 32)], [(8, 16), (16, 24)]]}, "folded in a V"),
         ("megatron", {"model": "mixtral-8x7b", "expert_parallel": 2, "precision": "fp16"}, "expert parallelism in fp16"),
         ("megatron", {"optimizer": "sgd", "offload_optimizer": True}, "the optimizer sgd in host memory"),
-        ("torchtitan", {"data": 1, "offload_optimizer": True}, "the optimizer in host memory with one data-parallel rank"),
+        ("torchtitan", {"data": 1, "offload_optimizer": True}, "the optimizer in host memory where nothing is divided"),
+        (
+            "torchtitan",
+            {"pipeline": 1, "data": 4, "tensor": 1, "zero_stage": 0, "offload_optimizer": True},
+            "the optimizer in host memory where nothing is divided",
+        ),
         ("torchtitan", {"model": "gpt3-13b"}, "positions of the kind learned"),
         ("torchtitan", {"precision": "fp16"}, "the precision fp16"),
         ("torchtitan", {"optimizer": "sgd"}, "the optimizer sgd"),
