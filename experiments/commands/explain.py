@@ -31,6 +31,7 @@ from sim.cost.feasibility import infeasible
 from sim.metrics import infeasible_report, report_json
 from sim.spec.cluster import read_cluster
 from sim.spec.plan import read_plan
+from sim.spec.reading import InputError
 
 MoreBudget = Annotated[
     str | None,
@@ -41,7 +42,10 @@ MoreBudget = Annotated[
         show_default=False,
     ),
 ]
-PlannerName = Annotated[str, typer.Option("--planner", metavar="NAME", help="Who searches, with --budget.")]
+PlannerName = Annotated[
+    str | None,
+    typer.Option("--planner", metavar="NAME", help="Who searches, with --budget; motley by default.", show_default=False),
+]
 
 
 def explain(
@@ -49,7 +53,7 @@ def explain(
     cluster: ClusterFile,
     stack: StackName = None,
     budget: MoreBudget = None,
-    planner: PlannerName = "motley",
+    planner: PlannerName = None,
     seed: Seed = 0,
     json_file: ReportFile = None,
 ) -> None:
@@ -67,6 +71,9 @@ def explain(
         --cluster examples/clusters/hexiscale-mixed-a.yaml --budget 10s
     """
     limit_s = None if budget is None else budget_s(budget)
+    if planner is not None and budget is None:
+        raise InputError(f"--planner {planner} is who searches what one more GPU is worth; give --budget, too")
+    planner = planner or "motley"
     planner_named(planner)
     files = outputs({"--json": json_file}, inputs=[plan, cluster])
     where = on_stack(read_cluster(cluster), stack)

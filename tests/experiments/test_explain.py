@@ -240,8 +240,9 @@ def test_a_plan_that_does_not_fit_is_not_explained(motley: Motley, world: World)
     ("flags", "told"),
     [
         (["--budget", "5"], "--budget: got '5' without a unit"),
+        (["--planner", "megatron"], "--planner megatron is who searches what one more GPU is worth; give --budget, too"),
         (["--budget", "0s"], "above zero"),
-        (["--planner", "megatorn"], "did you mean megatron?"),
+        (["--budget", "2s", "--planner", "megatorn"], "did you mean megatron?"),
         (["--stack", "nothing"], "--stack"),
         (["--json", "."], "--json: . is a folder"),
     ],
