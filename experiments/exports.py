@@ -492,7 +492,7 @@ def to_torchtitan(plan: Plan) -> Export:
         notes.refused.append("the optimizer in host memory where nothing is divided: torchtitan offloads what FSDP divides")
     if plan.precision in ("bf16", "fp8") and not divided and grid.tensor * grid.pipeline > 1:
         notes.differs.append(
-            "bf16 with one data-parallel rank beside tensor or pipeline ranks: torchtitan's mixed precision is FSDP's, and "
+            "bf16 beside tensor or pipeline ranks where nothing is divided: torchtitan's mixed precision is FSDP's, and "
             "without it all is float32 (or training.dtype bfloat16, with states in bf16, too)"
         )
     if plan.precision == "fp8":

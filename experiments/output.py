@@ -46,7 +46,7 @@ class Outputs:
 
     def spare(self, inputs: Iterable[Path]) -> None:
         """Nothing. Raises InputError where one of these files, which the command reads too, would be overwritten."""
-        _spare(self.paths, inputs)
+        spare(self.paths, inputs)
 
     def tell(self, path: str | Path, kept: Path | None) -> None:
         """Nothing; `finish` will say that the file was written, and where its earlier content is kept."""
@@ -74,7 +74,7 @@ def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path]
     for flag, path in paths.items():
         if path != STANDARD_OUTPUT:
             check_file(flag, path)
-    _spare(paths, inputs)
+    spare(paths, inputs)
     check_apart(paths)
     return Outputs(paths, console(error=STANDARD_OUTPUT in paths.values()))
 
@@ -102,10 +102,11 @@ def check_outside(folder: Path, places: Mapping[str, str | Path | None]) -> None
             raise InputError(f"{flag}: {path} lies in {folder}, whose texts are trained on")
 
 
-def _spare(paths: Mapping[str, str], inputs: Iterable[str | Path]) -> None:
+def spare(paths: Mapping[str, str | Path], inputs: Iterable[str | Path]) -> None:
+    """Nothing. Raises InputError where one of these outputs, by flag, is among the files that the command reads."""
     read = {os.path.realpath(path) for path in inputs}
     for flag, path in paths.items():
-        if path != STANDARD_OUTPUT and os.path.realpath(path) in read:
+        if str(path) != STANDARD_OUTPUT and os.path.realpath(path) in read:
             raise InputError(f"{flag}: {path} is read by this command, and would be overwritten")
 
 

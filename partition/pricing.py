@@ -219,7 +219,7 @@ class Pricing:
             all_s = [
                 max(
                     seconds + sum(self._collective_s(c, tensor) for c in inside if c.group != "context"),
-                    sum(self._ring_s(c, ring) for c in inside if c.group == "context"),
+                    sum(self._collective_s(c, ring) for c in inside if c.group == "context"),
                 )
                 for seconds, inside in zip(computed, collectives, strict=True)
             ]
@@ -292,18 +292,12 @@ class Pricing:
         key = (inner, devices)
         found = self._collective_seconds.get(key)
         if found is None:
-            transfer = collective(self.network, inner.kind, devices, inner.num_bytes, inner.count)
+            if inner.kind == "ring":
+                transfer = ring_exchange(self.network, devices, inner.num_bytes, inner.count * (len(devices) - 1))
+            else:
+                transfer = collective(self.network, inner.kind, devices, inner.num_bytes, inner.count)
             steps_s = ring_steps_s(self.network, self.cluster.stack, (devices,), (inner,))
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
-        return found
-
-    def _ring_s(self, inner: TensorCollective, ranks: Devices) -> float:
-        """Seconds in which keys and values go round a ring of context ranks, alone on their links."""
-        key = (inner, ranks)
-        found = self._collective_seconds.get(key)
-        if found is None:
-            transfer = ring_exchange(self.network, ranks, inner.num_bytes, inner.count * (len(ranks) - 1))
-            found = self._collective_seconds[key] = self.network.alone_s(transfer)
         return found
 
     def all_to_all_s(self, devices: Devices, num_bytes: float) -> float:

@@ -66,11 +66,19 @@ def model_parts(lane: Lane) -> list[LayerRange]:
 class Trainer:
     """One worker's model, optimizer, messages and data, and the step that all of them take together."""
 
-    def __init__(self, world: World, settings: Settings, tokens: Tokens, watch: Watch, initial: Initial | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        tokens: Tokens,
+        watch: Watch,
+        initial: Initial | None = None,
+        held: object = None,
+    ) -> None:
+        """`held` is what keeps other runs from writing into the folder of the checkpoints for as long as this one is there."""
         plan, lane, transformer = world.plan, world.lane, world.plan.transformer
         self.world, self.settings, self.plan = world, settings, plan
-        self.held: object = None
-        """What keeps other runs from writing into the folder of the checkpoints."""
+        self._held = held
         dtype = DTYPES[settings.precision or plan.precision]
         gradient_dtype = (
             dtype if dtype == torch.float64 else {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.gradient_precision]
@@ -429,9 +437,7 @@ def _built(world: World, settings: Settings, watch: Watch, checkpoint: Path | No
                 f"{checkpoint}: has done {facts['step']} steps; --steps counts all, and must be more, or as many where only the "
                 f"weights are to be saved (--save-weights), but got {settings.steps}"
             )
-    trainer = Trainer(world, settings, tokens, watch, initial)
-    trainer.held = held
-    return trainer
+    return Trainer(world, settings, tokens, watch, initial, held)
 
 
 def _chosen_checkpoint(world: World, settings: Settings) -> Path | None:

@@ -31,7 +31,7 @@ from experiments.commands.options import (
 from experiments.commands.run import data_folder, needing_torch, run_told
 from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
-from experiments.output import check_folder, check_outside, console
+from experiments.output import check_folder, check_outside, console, spare
 from experiments.pacing import pace, write_pace
 from experiments.progress import search_progress
 from experiments.tables import per_cent, plan_title, seconds
@@ -138,8 +138,7 @@ def loop(
     check_startable(_simplest(first, job), settings)
     inputs = [cluster, *files_behind(first, model), *([paced_as] if paced_as is not None else [])]
     for name in (FACTS, PLAN, CALIBRATED):
-        if (out / name).resolve() in [path.resolve() for path in inputs]:
-            raise InputError(f"--out: {out / name} is read by this command, and would be overwritten")
+        spare({"--out": out / name}, inputs)
     _check_same(out, first, job, settings, devices, truth)
     screen, current = console(), first
     fastest: _Ran | None = None

@@ -432,7 +432,7 @@ def test_what_a_system_cannot_say_is_refused(system: str, changes: dict[str, Any
         ("megatron", {"schedule": "zb-1p"}, "the schedule zb-1p"),
         ("megatron", {"model": "mixtral-8x7b"}, "tensor parallelism of experts without sequence parallelism"),
         ("megatron", {"zero_stage": 0, "offload_optimizer": True}, "a whole optimizer in host memory"),
-        ("torchtitan", {"data": 1}, "bf16 with one data-parallel rank"),
+        ("torchtitan", {"data": 1}, "bf16 beside tensor or pipeline ranks where nothing is divided"),
         ("torchtitan", {"schedule": "eager-1f1b"}, "the schedule eager-1f1b"),
         ("megatron", {"in_flight": 5}, "micro-batches in flight"),
         ("torchtitan", {"in_flight": 5}, "micro-batches in flight"),
