@@ -9,8 +9,9 @@ from pathlib import Path
 from sim.cost.compute import ComputeCost
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan
-from sim.spec.pace import PACED, Pace, paced_instructions, plan_digest
+from sim.spec.pace import PACED, Pace, has_ring, paced_instructions, plan_digest, ring_key
 from sim.spec.plan import Plan
+from sim.spec.program import OptimizerStep
 from sim.spec.reading import InputError, write_file
 
 
@@ -38,11 +39,12 @@ def pace(plan: Plan, cluster: Cluster, factors: Mapping[str, float] | None = Non
                 nodes = tuple(replace(node, gpu=found.gpu) for node in cluster.nodes)
                 cost = costs[like] = ComputeCost(plan, replace(cluster, nodes=nodes, device_speeds=()))
             factor = factors.get(device, 1.0)
-            seconds[device] = {
-                key: cost.seconds(lane, instruction) * factor
-                for key, instruction in paced_instructions(lane).items()
-                if isinstance(instruction, PACED)
-            }
+            times = seconds[device] = {}
+            for key, instruction in paced_instructions(lane).items():
+                assert isinstance(instruction, PACED)
+                times[key] = cost.seconds(lane, instruction) * factor
+                if has_ring(lane, instruction) and not isinstance(instruction, OptimizerStep):
+                    times[ring_key(key)] = cost.beside_ring_s(lane, instruction) * factor
     return Pace(plan_digest(plan), seconds)
 
 

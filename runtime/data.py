@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime.context_parallel import ContextGroup
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
@@ -278,18 +279,19 @@ class Order:
 class Batches:
     """The micro-batches of a plan's pipelines. An iteration takes the next global_batch samples of the order.
 
-    Pipelines take theirs one after the other, and micro-batches follow one another within a pipeline.
+    Pipelines take theirs one after the other, and micro-batches follow one another within a pipeline. Of sequences that are
+    divided over a `context` they are those tokens that one of its ranks has.
     """
 
-    def __init__(self, tokens: Tokens, order: Order, plan: Plan) -> None:
+    def __init__(self, tokens: Tokens, order: Order, plan: Plan, context: ContextGroup | None = None) -> None:
         assert tokens.sequence_length == plan.sequence_length
-        self._tokens, self._order, self._plan = tokens, order, plan
+        self._tokens, self._order, self._plan, self._context = tokens, order, plan, context
         self._first = [0, *accumulate(pipeline.sequences for pipeline in plan.pipelines)]
 
     def micro_batch(
         self, consumed: int, pipeline: int, micro_batch: int, sequences: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens_SB, labels_SB): some sequences `(start, stop)` of one micro-batch, int64, contiguous, of one storage.
+        """(tokens_SB, labels_SB): some sequences `(start, stop)` of one micro-batch, int64, contiguous.
 
         Where sequences come in slices, `micro_batch` counts slices, as in programs, and of the sequences it is that one's tokens.
         `consumed` is the number of samples that the training used before this iteration.
@@ -303,4 +305,5 @@ class Batches:
         for column, position in enumerate(range(first + start, first + stop)):
             window_SB[:, column] = self._tokens.window(self._order.sample(position))[token : token + length + 1]
         both_SB = torch.from_numpy(window_SB)
-        return both_SB[:-1], both_SB[1:]
+        tokens_SB, labels_SB = both_SB[:-1], both_SB[1:]
+        return (tokens_SB, labels_SB) if self._context is None else (self._context.rows(tokens_SB), self._context.rows(labels_SB))

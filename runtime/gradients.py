@@ -93,23 +93,23 @@ def section_parameters(transformer: Transformer, lane: Lane, layers: LayerRange)
 def slices(
     transformer: Transformer,
     lanes: Sequence[Lane],
-    ranks: Mapping[str, tuple[int, ...]],
+    ranks: Mapping[str, tuple[tuple[int, ...], ...]],
     layers: LayerRange,
     sequence_parallel: bool,
 ) -> tuple[Slice, ...]:
     """The slices of a layer range that these lanes hold; equal, in the same order, on every device that asks.
 
-    A copy of the same rows on several devices of a lane counts once, unless each has only its part of the gradient.
+    `ranks` are those of each lane's tensor-parallel groups (`runtime.world.lane_ranks`). A copy of the same rows on several
+    devices of one counts once, unless each has only its part of the gradient.
     """
     pieces: list[Piece] = []
     for parameter in sorted(range_parameters(transformer, layers), key=lambda p: (p.copied, not p.decays)):
-        held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its lane, rows from, to, partial
-        for number, lane in enumerate(lanes):
-            if parameter not in section_parameters(transformer, lane, layers):
-                continue
-            degree = lane.tensor_parallel
+        held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its group, rows from, to, partial
+        having = (lane for lane in lanes if parameter in section_parameters(transformer, lane, layers))
+        for number, group in enumerate(group for lane in having for group in ranks[lane.name]):
+            degree = len(group)
             partial_sum = is_partial(parameter, degree, sequence_parallel)
-            for index, rank in enumerate(ranks[lane.name]):
+            for index, rank in enumerate(group):
                 held.append((rank, number, *rows_of(parameter, index, degree), partial_sum))
         cuts = sorted({row for _, _, start, stop, _ in held for row in (start, stop)})
         for start, stop in pairwise(cuts):
@@ -125,7 +125,7 @@ def slices(
 
 
 def section_slices(
-    plan: Plan, program: Program, ranks: Mapping[str, tuple[int, ...]], lane: Lane, layers: LayerRange
+    plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]], lane: Lane, layers: LayerRange
 ) -> tuple[tuple[Slice, ...], bool]:
     """The slices of a section of a lane, and whether other lanes share it (then the program reduces it)."""
     reduction = next((i for i in lane.instructions if isinstance(i, ReduceGradients) and i.layers == layers), None)
@@ -138,7 +138,7 @@ def _sums(piece_slice: Slice, shared: bool) -> bool:
     return shared or any(len(piece.contributors) > 1 for piece in piece_slice.pieces)
 
 
-def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[int, ...]]) -> set[tuple[int, ...]]:
+def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[tuple[int, ...]]:
     """The sets of ranks that sum gradients together, of all lanes."""
     found: set[tuple[int, ...]] = set()
     for lane in program.lanes:

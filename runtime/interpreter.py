@@ -126,7 +126,7 @@ class Interpreter:
                 return world.lanes_text([name for name in world.program.members[instruction] if name != lane.name])
             case OptimizerStep():
                 return world.lanes_text([other.name for other in world.program.lanes if other != lane]) or None
-        return world.lanes_text([lane.name]) if lane.tensor_parallel > 1 else None
+        return world.lanes_text([lane.name]) if len(lane.devices) > 1 else None
 
     def waits_for(self, instruction: Instruction) -> None:
         """Nothing; notes that the worker now waits for the end of an instruction that it began before."""

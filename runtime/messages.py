@@ -48,7 +48,7 @@ class Messages:
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self._world, self._dtype = world, dtype
         plan = world.plan
-        self._length, self._hidden = plan.slice_length, plan.transformer.hidden
+        self._length, self._hidden = plan.slice_length // plan.context_parallel, plan.transformer.hidden
         self._sequence_parallel = plan.sequence_parallel
         self._lane = world.lane
         by_name = world.program.by_name
@@ -95,7 +95,7 @@ class Messages:
             (stop - start, send.sequences[1] - send.sequences[0], self._hidden), dtype=self._dtype, device=world.device
         )
         works = []
-        senders = world.ranks[peer]
+        senders = world.ranks[peer][world.context]
         for i, rank in enumerate(senders):
             here = (world.index, self._lane.tensor_parallel)
             low, high = shared_rows(self._length, (i, len(senders)), here)
@@ -128,13 +128,13 @@ class Messages:
         if len(rows_SBH) < each:
             rows_SBH = torch.cat([rows_SBH, rows_SBH.new_zeros((each - len(rows_SBH), *rows_SBH.shape[1:]))])
         everything = rows_SBH.new_empty((each * degree, *rows_SBH.shape[1:]))
-        all_gather(everything, rows_SBH, self._world.group(self._world.ranks[self._lane.name])).wait()
+        all_gather(everything, rows_SBH, self._world.group(self._world.tensor_ranks)).wait()
         return everything[: self._length]
 
     def num_bytes(self, instruction: Send | Recv) -> int:
         """The bytes of a message, from all devices of the lane to all of the other."""
         begin, end = instruction.sequences
-        return self._length * (end - begin) * self._hidden * self._dtype.itemsize
+        return self._world.plan.slice_length * (end - begin) * self._hidden * self._dtype.itemsize
 
     def send(self, instruction: Send, x_SBH: torch.Tensor, done: Callable[[], None]) -> None:
         """Nothing; begins to send this device's rows of `x_SBH`, the lane's share of a micro-batch.
@@ -148,7 +148,7 @@ class Messages:
         mine = x_SBH[:, columns] if self._sequence_parallel else x_SBH[start:stop, columns]
         mine = mine.contiguous()
         tag = self._tags[instruction.peer, instruction]
-        receivers = world.ranks[instruction.peer]
+        receivers = world.ranks[instruction.peer][world.context]
         works = []
         for j, rank in enumerate(receivers):
             here = (world.index, lane.tensor_parallel)

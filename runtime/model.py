@@ -2,7 +2,8 @@
 
 Shapes: S sequence, B sequences of a micro-batch, H hidden, N heads, D width of a head, V the rows of the vocabulary that this
 rank holds, K the keys that S queries may attend to. The residual stream x_SBH is sequence first; with sequence parallelism it has
-this rank's rows of the sequence. Where sequences are cut in slices, S is a slice, and K are all tokens up to its end.
+this rank's rows of the sequence. Where sequences are cut in slices, S is a slice, and K are all tokens up to its end; where they
+are divided over context ranks, S are this one's tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from runtime.context_parallel import ContextGroup, ring_attention
 from runtime.parameters import Section
 from runtime.tensor_parallel import (
     DeferredWeights,
@@ -46,6 +48,11 @@ def rotary_tables(transformer: Transformer, length: int, device: torch.device, d
     exponents = torch.arange(0, transformer.head_dim, 2, dtype=wide, device=device) / transformer.head_dim
     angles = torch.outer(torch.arange(start, start + length, dtype=wide, device=device), 1.0 / transformer.rope_theta**exponents)
     return angles.cos().to(dtype)[:, None, None], angles.sin().to(dtype)[:, None, None]
+
+
+def place_stretches(length: int, place: int, context: ContextGroup | None) -> tuple[tuple[int, int], ...]:
+    """First position and the one behind the last of what a rank's tokens, so many, are: of a slice, or of a context rank."""
+    return ((place * length, (place + 1) * length),) if context is None else context.positions(length)
 
 
 KEYS_AT_ONCE = 16
@@ -236,11 +243,13 @@ def _first_row(section: Section, name: str) -> int:
 
 
 class Embedding(nn.Module):
-    """Tokens into the residual stream. Of tokens_SB every rank is given the whole sequence, or slice of it."""
+    """Tokens into the residual stream. Of tokens_SB every tensor rank is given all that its group has of the sequence."""
 
-    def __init__(self, transformer: Transformer, section: Section, group: TensorGroup) -> None:
+    def __init__(
+        self, transformer: Transformer, section: Section, group: TensorGroup, context: ContextGroup | None = None
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.context = group, context
         self.tokens_VH = section.parameter("embedding.tokens.weight")
         self.start_row = _first_row(section, "embedding.tokens.weight")
         learned = transformer.position == "learned"
@@ -254,12 +263,16 @@ class Embedding(nn.Module):
         x_SBH = vocabulary_embedding(tokens_SB, self.tokens_VH, self.start_row, self.group)
         if self.positions is None:
             return x_SBH
-        length = (place + 1) * tokens_SB.shape[0]
+        here = place_stretches(tokens_SB.shape[0], place, self.context)
+        length = max(stop for _, stop in here)
         if length > self.positions.shape[0]:
             raise InputError(f"the sequence length is at most the {self.positions.shape[0]} learned positions, but got {length}")
+        positions_SH = (
+            torch.cat([self.positions[start:stop] for start, stop in here]) if len(here) > 1 else self.positions[slice(*here[0])]
+        )
         rows = x_SBH.shape[0]
-        start = place * tokens_SB.shape[0] + (self.group.index * rows if self.group.scatters else 0)
-        return x_SBH + self.positions[start : start + rows, None]
+        first = self.group.index * rows if self.group.scatters else 0
+        return x_SBH + positions_SH[first : first + rows, None]
 
 
 class Layer(nn.Module):
@@ -275,10 +288,11 @@ class Layer(nn.Module):
         recompute: str,
         compiled: bool = False,
         deferred: DeferredWeights | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         super().__init__()
         t, at = transformer, f"layers.{layer_index}"
-        self.group, self.deferred = group, deferred
+        self.group, self.deferred, self.context = group, deferred, context
         self.activation = ACTIVATIONS[t.activation]
 
         attention = [f"{at}.attention.{part}" for part in ("query", "key", "value")]
@@ -338,12 +352,20 @@ class Layer(nn.Module):
             turned_SBND = torch.cat((query_SBND, key_SBND), dim=2)
         if rotary is not None:
             turned_SBND = _rotated(turned_SBND, rotary)
-            if self.query_norm is None and not isinstance(seen, Slice):
+            if self.query_norm is None and self.context is None and not isinstance(seen, Slice):
                 value_SBND = value_SBND.contiguous()  # a copy, so that the unturned query and key need not be kept with it
         query_SBND, key_SBND = turned_SBND.tensor_split((self.heads,), dim=2)
         if isinstance(seen, Slice):
             return self._read_by_slice(query_SBND, key_SBND, value_SBND, seen)
+        if self.context is not None:
+            return self._read_around(query_SBND, key_SBND, value_SBND)
         return self._read(query_SBND, key_SBND, value_SBND, seen)
+
+    @eager
+    def _read_around(self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor) -> torch.Tensor:
+        query_SBND = query_SBND.contiguous()  # a copy, as of the keys and values, so that those need not be kept twice
+        read_BNSD = self._around_core(ring_attention, query_SBND, key_SBND, value_SBND, self.context)
+        return read_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     @eager
     def _read_by_slice(
@@ -435,8 +457,8 @@ class ModelPart(nn.Module):
 
     `sections` holds the parameters by layer range: (0, 0) the embedding (also for the head of a tied model), (n, n) the head,
     and ranges that together cover `layers`. `recompute` has one mode per layer. Of `sequence_slices` the forwards come in order,
-    micro-batch by micro-batch, and the backwards of a micro-batch from its last slice to its first. Raises InputError for what
-    cannot be computed.
+    micro-batch by micro-batch, and the backwards of a micro-batch from its last slice to its first. Of a `context` tokens, labels
+    and the stream are those of its rank. Raises InputError for what cannot be computed.
     """
 
     def __init__(
@@ -451,15 +473,16 @@ class ModelPart(nn.Module):
         compile_layers: bool = False,
         deferred: DeferredWeights | None = None,
         sequence_slices: int = 1,
+        context: ContextGroup | None = None,
     ) -> None:
         super().__init__()
         t, numbers = transformer, range(*layers)
         if t.position == "rotary" and t.head_dim % 2:
             raise InputError(f"rotary positions need an even width of a head, but {t.name} has head_dim {t.head_dim}")
-        self.transformer, self.group = transformer, group
-        self.embedding = Embedding(t, sections[0, 0], group) if embedding else None
+        self.transformer, self.group, self.context = transformer, group, context
+        self.embedding = Embedding(t, sections[0, 0], group, context) if embedding else None
         self.layers = nn.ModuleList(
-            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred)
+            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred, context)
             for number, mode in zip(numbers, recompute, strict=True)
         )
         tied = sections[0, 0] if head and t.tied_embeddings else None
@@ -518,10 +541,16 @@ class ModelPart(nn.Module):
         length = x_SBH.shape[0] * (self.group.degree if self.group.scatters else 1)
         key = length, place, x_SBH.device, x_SBH.dtype
         if key not in self._tables:
-            t, start, alike = self.transformer, place * length, (x_SBH.device, x_SBH.dtype)
-            rotary = rotary_tables(t, length, *alike, start) if t.position == "rotary" else None
-            earlier = start - earliest_key(start, t.sliding_window)
-            self._tables[key] = rotary, attention_mask(length, earlier, t.sliding_window, *alike)
+            t, alike = self.transformer, (x_SBH.device, x_SBH.dtype)
+            here = place_stretches(length, place, self.context)
+            tables = [rotary_tables(t, stop - start, *alike, start) for start, stop in here] if t.position == "rotary" else []
+            cosines, sines = (torch.cat(parts) for parts in zip(*tables, strict=True)) if tables else (None, None)
+            rotary = None if cosines is None or sines is None else (cosines, sines)
+            mask_SK = None
+            if self.context is None:  # whose ring knows what its ranks see
+                start = place * length
+                mask_SK = attention_mask(length, start - earliest_key(start, t.sliding_window), t.sliding_window, *alike)
+            self._tables[key] = rotary, mask_SK
         return self._tables[key]
 
 

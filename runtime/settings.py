@@ -152,14 +152,32 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
         if present:
             raise InputError(f"the runtime cannot run {what}, which {t.name} has")
     for name, value, accepted in (
-        ("context_parallel", plan.context_parallel, 1),
         ("expert_parallel", plan.expert_parallel, 1),
         ("shard_group", plan.shard_group, None),
     ):
         if value != accepted:
             raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
+    _check_context(plan)
     program = compile_plan(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
-        check_degree(t, degree, plan.sequence_length, plan.sequence_parallel, plan.sequence_slices)
+        length = plan.sequence_length // plan.context_parallel
+        check_degree(t, degree, length, plan.sequence_parallel, plan.sequence_slices)
     dry_run(program)
     return program
+
+
+def _check_context(plan: Plan) -> None:
+    """Nothing. Raises InputError where sequences cannot be divided over context ranks."""
+    t, ranks, length = plan.transformer, plan.context_parallel, plan.sequence_length
+    if ranks == 1:
+        return
+    if length % (2 * ranks):
+        raise InputError(
+            f"context_parallel {ranks} gives each rank two equal stretches of every sequence, but it has {length} tokens; "
+            f"accepted: a multiple of {2 * ranks}"
+        )
+    if t.sliding_window is not None and t.sliding_window < length:
+        raise InputError(
+            f"the runtime divides sequences (context_parallel {ranks}) no longer than the window of the attention, but that of "
+            f"{t.name} is {t.sliding_window} and they have {length} tokens; accepted: context_parallel 1"
+        )

@@ -98,6 +98,7 @@ class Trainer:
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
         group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)
+        context = world.context_group(self.pacer)
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
         parts = {
             layers: ModelPart(
@@ -111,6 +112,7 @@ class Trainer:
                 compile_layers=settings.compile,
                 deferred=deferred,
                 sequence_slices=plan.sequence_slices,
+                context=context,
             )
             for layers in model_parts(lane)
         }
@@ -125,7 +127,7 @@ class Trainer:
         self.interpreter = Interpreter(
             world,
             parts,
-            Batches(tokens, self._order, plan),
+            Batches(tokens, self._order, plan, context),
             Messages(world, dtype),
             self.gradients,
             self.optimizer,
@@ -177,7 +179,7 @@ class Trainer:
             if parameter in section_parameters(plan.transformer, lane, layers)
         )
         parts: dict[tuple[int, int], int] = {}  # rows to the first of the ranks that have them
-        for index, rank in enumerate(world.ranks[held_by.name]):
+        for index, rank in enumerate(world.ranks[held_by.name][0]):
             parts.setdefault(rows_of(parameter, index, held_by.tensor_parallel), rank)
         dtype = DTYPES[self.settings.precision or plan.precision]
         whole = torch.empty(parameter.size, dtype=dtype) if world.rank == 0 else None
@@ -652,7 +654,7 @@ class _Run:
             plan=self.plan,
             program=world.program,
             lane=world.lane,
-            is_first_of_lane=world.index == 0,
+            is_first_of_lane=world.index == world.context == 0,
             cluster_name=self.plan.cluster,
             device_name=world.device_name,
             step=kept[choose_step([self.step_s[step - self.done] for step in kept], left_out)],

@@ -9,22 +9,30 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from runtime.context_parallel import ContextGroup
 from runtime.launch import ranked_devices
+from runtime.pacer import Pacer
 from runtime.parameters import share
 from runtime.rings import use_ring
 from runtime.tensor_parallel import TensorGroup
 from runtime.watch import control_timeout_s
 from sim.spec.plan import Plan
-from sim.spec.program import Lane, Program, Send
+from sim.spec.program import Program, Send
 
 Ranks = tuple[int, ...]
 Told = TypeVar("Told")
 
 
-def lane_ranks(plan: Plan, program: Program) -> Mapping[str, Ranks]:
-    """The ranks of every lane, ascending, as torch has them in its groups: a lane's shards follow the ranks."""
+def lane_ranks(plan: Plan, program: Program) -> Mapping[str, tuple[Ranks, ...]]:
+    """Of every lane the ranks of its tensor-parallel groups, one for each context rank.
+
+    In a group they ascend, as torch has them: a lane's shards follow the ranks.
+    """
     rank_of = {name: rank for rank, name in enumerate(ranked_devices(plan))}
-    return {lane.name: tuple(sorted(rank_of[device] for device in lane.devices)) for lane in program.lanes}
+    return {
+        lane.name: tuple(tuple(sorted(rank_of[device] for device in group)) for group in lane.tensor_groups)
+        for lane in program.lanes
+    }
 
 
 class Connections:
@@ -60,7 +68,7 @@ class Connections:
             self._controls[everyone] = self._new_group(everyone, "gloo", patient_s)
         # NCCL counts from when a work is queued, and ends the process without a word: there the watchdog is the limit.
         timeout_s = patient_s if self.backend == "nccl" else self.timeout_s
-        for members in sorted({*reductions, *ranks.values(), everyone}):
+        for members in sorted({*reductions, *(group for groups in ranks.values() for group in groups), everyone}):
             if members not in self._groups and len(members) > 1:
                 self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
                 if group is not None and self.backend == "gloo":
@@ -117,15 +125,20 @@ def shared_rows(rows: int, sender: tuple[int, int], receiver: tuple[int, int]) -
 def message_pairs(plan: Plan, program: Program) -> set[tuple[int, int]]:
     """Sender and receiver of all messages between workers."""
     ranks = lane_ranks(plan, program)
+    length = plan.slice_length // plan.context_parallel
     found = set()
     for lane in program.lanes:
         for peer in {i.peer for i in lane.instructions if isinstance(i, Send)}:
-            senders, receivers = ranks[lane.name], ranks[peer]
-            for i, sender in enumerate(senders):
-                for j, receiver in enumerate(receivers):
-                    start, stop = shared_rows(plan.slice_length, (i, len(senders)), (j, len(receivers)))
-                    if start < stop:
-                        found.add((sender, receiver))
+            for senders, receivers in zip(ranks[lane.name], ranks[peer], strict=True):
+                for i, sender in enumerate(senders):
+                    for j, receiver in enumerate(receivers):
+                        start, stop = shared_rows(length, (i, len(senders)), (j, len(receivers)))
+                        if start < stop:
+                            found.add((sender, receiver))
+        if lane.context_parallel > 1:
+            for members in zip(*ranks[lane.name], strict=True):
+                ring = sorted(members)
+                found |= {(sender, ring[(at + 1) % len(ring)]) for at, sender in enumerate(ring)}
     return found
 
 
@@ -141,8 +154,13 @@ class World:
         self.rank, self.device, self.backend = connections.rank, connections.device, connections.backend
         self.devices = ranked_devices(plan)
         self.ranks = lane_ranks(plan, program)
-        self.lane: Lane = next(lane for lane in program.lanes if self.rank in self.ranks[lane.name])
-        self.index = self.ranks[self.lane.name].index(self.rank)
+        self.lane, self.context = next(
+            (lane, context) for lane in program.lanes for context, group in enumerate(self.ranks[lane.name]) if self.rank in group
+        )
+        """Its lane, and the number of its context rank there."""
+        self.tensor_ranks: Ranks = self.ranks[self.lane.name][self.context]
+        self.index = self.tensor_ranks.index(self.rank)
+        """Its number in its tensor-parallel group."""
         self.everyone = tuple(range(len(self.devices)))
         self.control = connections.control(self.everyone) if len(self.everyone) > 1 else None
         """All workers of the plan, always through gloo: for errors, clocks and checkpoints. None where there is one."""
@@ -163,9 +181,18 @@ class World:
 
     def tensor_group(self, sequence_parallel: bool) -> TensorGroup:
         """This worker's tensor-parallel group."""
-        ranks = self.ranks[self.lane.name]
+        ranks = self.tensor_ranks
         process_group = self.group(ranks) if len(ranks) > 1 else None
         return TensorGroup(self.index, len(ranks), process_group, sequence_parallel)
+
+    def context_group(self, pacer: Pacer | None = None) -> ContextGroup | None:
+        """This worker's place among those that share its sequences; None where it has whole ones."""
+        members = [group[self.index] for group in self.ranks[self.lane.name]]
+        if len(members) == 1:
+            return None
+        # Ranks go node after node, and so do the blocks.
+        ring = sorted((rank, context) for context, rank in enumerate(members))
+        return ContextGroup(self.context, len(members), tuple(ring), self.message, pacer)
 
     def message(self, sender: int, receiver: int, tag: int) -> tuple[dist.ProcessGroup, int]:
         """The group and the tag of a message. With NCCL messages of a pair go in their order, with gloo by tag."""

@@ -336,6 +336,11 @@ class ComputeCost:
             return count * layer.attention_s
         return count * layer.attention_backward_s + (full + selective) * layer.attention_s
 
+    def beside_ring_s(self, lane: Lane, instruction: Compute) -> float:
+        """Seconds of attention in an instruction to the keys of other context ranks, beside which their blocks come."""
+        ranks = lane.context_parallel
+        return self.attention_s(lane, instruction) * (ranks - 1) / ranks
+
     def _optimizer_s(self, lane: Lane) -> float:
         """Seconds of the optimizer step over the lane's parameters, or over its shard of them where ZeRO divides the states."""
         plan, model, degree = self.plan, self.plan.transformer, lane.tensor_parallel

@@ -112,9 +112,7 @@ def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s:
 
     `tensor_s` and `context_s`: what these collectives take alone; see `work`.
     """
-    hidden, ranks = 0.0, lane.context_parallel
-    if context_s:
-        hidden = min(1.0, cost.attention_s(lane, instruction) * (ranks - 1) / ranks / context_s)
+    hidden = min(1.0, cost.beside_ring_s(lane, instruction) / context_s) if context_s else 0.0
     return _overlapped(cost.stack, tensor_s, cost.gap_s(lane, instruction) if tensor_s else 0.0), hidden
 
 

@@ -3,7 +3,8 @@
     {"format": "motley-pace/1", "plan": "sha256:...",
      "seconds": {"a100/0": {"Forward 0:4": 0.012, "Backward 0:4": 0.024, "OptimizerStep": 0.003}, ...}}
 
-Computation alone, without the collectives inside it. The micro-batches of a lane are alike.
+Computation alone, without the collectives inside it. The micro-batches of a lane are alike. With context parallelism
+"Forward 0:4, beside its ring" are those of an instruction's seconds in which it works while keys and values go round.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ def pace_key(instruction: Compute | OptimizerStep, sequence_slices: int = 1) -> 
     return f"{type(instruction).__name__} {start}:{stop}{place}"
 
 
+def ring_key(key: str) -> str:
+    """The name of what of an instruction, of this name, goes on while keys and values come round."""
+    return f"{key}, beside its ring"
+
+
+def has_ring(lane: Lane, instruction: Instruction) -> bool:
+    """Whether keys and values go round in an instruction of a lane."""
+    return lane.context_parallel > 1 and isinstance(instruction, (Forward, Backward, BackwardInput))
+
+
 def paced_instructions(lane: Lane) -> Mapping[str, Instruction]:
     """An instruction of a lane for each of its names in a pace file, in the order in which they first come."""
     found: dict[str, Instruction] = {}
@@ -83,10 +94,14 @@ def read_pace(path: str | Path, plan: Plan, program: Program) -> Pace:
         raise InputError(f"{path}: is the pace of another plan; write it anew for this one")
     seconds: dict[str, dict[str, float]] = {}
     for lane in program.lanes:
-        wanted = list(paced_instructions(lane))
+        wanted = paced_instructions(lane)
         for device in lane.devices:
             times = devices.table(device)
-            seconds[device] = {key: times.number(key) for key in wanted}
+            found = seconds[device] = {}
+            for key, instruction in wanted.items():
+                found[key] = times.number(key)
+                if has_ring(lane, instruction):
+                    found[ring_key(key)] = times.number(ring_key(key), maximum=found[key])
             times.close()
     devices.close()
     table.close()

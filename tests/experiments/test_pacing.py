@@ -72,6 +72,20 @@ def test_the_speed_of_a_device_counts() -> None:
     assert after.seconds["large-0/1"] == before.seconds["large-0/1"]
 
 
+def test_beside_a_ring_is_attention_to_the_keys_of_others() -> None:
+    cluster, alone = read_cluster(CLUSTER), json.loads(plan_of(("large-0/0 large-0/1", 0, 4)))
+    plans = [parse_plan(json.dumps({**alone, "context_parallel": 2, "sequence_length": length})) for length in (1024, 2048)]
+    shorter, longer = (pace(plan, cluster).seconds["large-0/1"] for plan in plans)
+    assert set(shorter) == {*pace(parse_plan(json.dumps(alone)), cluster).seconds["large-0/1"]} | {
+        "Forward 0:4, beside its ring",
+        "Backward 0:4, beside its ring",
+    }
+    for key in ("Forward 0:4", "Backward 0:4"):
+        assert 0 < longer[f"{key}, beside its ring"] < longer[key]
+        # Attention, and it alone, is four times as much.
+        assert longer[f"{key}, beside its ring"] / shorter[f"{key}, beside its ring"] == pytest.approx(4, rel=0.1)
+
+
 def test_a_factor_of_a_device_that_is_not_there_is_refused() -> None:
     cluster, plan = read_cluster(CLUSTER), parse_plan(plan_of(("large-0/0", 0, 4)))
     with pytest.raises(InputError, match="huge-0/0"):

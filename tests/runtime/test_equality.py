@@ -67,11 +67,10 @@ def plan_of(model: Transformer, *pipelines: Pipeline, **more: object) -> Plan:
     return Plan(
         cluster="test",
         model=model,
-        sequence_length=16,
         global_batch=sum(p.sequences for p in pipelines),
         pipelines=pipelines,
         precision="fp32",
-        **{"zero_stage": 0, **more},  # type: ignore[arg-type]
+        **{"sequence_length": 16, "zero_stage": 0, **more},  # type: ignore[arg-type]
     )
 
 
@@ -284,6 +283,42 @@ PLANS = {
         overlap_gradients=False,
         sequence_slices=2,
     ),
+    "context, two ranks": plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0, 1))), context_parallel=2),
+    "context, four ranks in any order, recomputed": plan_of(
+        LLAMA, pipeline(2, 2, ((0, 4), (2, 0, 3, 1), "selective")), context_parallel=4
+    ),
+    "context, learned positions, tied, sequence parallel": plan_of(
+        GPT, pipeline(2, 2, ((0, 4), (3, 0, 2, 1), "full")), context_parallel=2, sequence_parallel=True
+    ),
+    "context, stages, norms of query and key, zero 1": plan_of(
+        NORMED,
+        pipeline(2, 3, ((0, 3), (0, 1, 2, 3)), ((3, 4), (4, 5))),
+        context_parallel=2,
+        zero_stage=1,
+    ),
+    "context, zero 3, uneven replicas, pointwise recomputed": plan_of(
+        LLAMA,
+        pipeline(3, 2, ((0, 4), ((0, 1), 1), ((2, 3, 4, 5), 2), "pointwise")),
+        context_parallel=2,
+        zero_stage=3,
+        sequence_parallel=True,
+    ),
+    "context, zero 2, one lane": plan_of(
+        GPT, pipeline(1, 3, ((0, 4), (0, 1, 2))), context_parallel=3, zero_stage=2, sequence_length=18
+    ),
+    "context, zb-1p, beside a pipeline of another degree": plan_of(
+        LLAMA,
+        pipeline(1, 3, ((0, 2), (0, 1)), ((2, 4), (2, 3))),
+        pipeline(2, 2, ((0, 4), (4, 5))),
+        schedule="zb-1p",
+        context_parallel=2,
+    ),
+    "context, interleaved, ends on several nodes": plan_of(
+        LLAMA,
+        pipeline(2, 4, ([(0, 1), (2, 3)], (0, 1)), ([(1, 2), (3, 4)], (2, 3))),
+        schedule="interleaved",
+        context_parallel=2,
+    ),
 }
 
 
@@ -340,6 +375,7 @@ def check_fp64(plan: Plan, steps: int, workers: Workers, folder: Path) -> None:
     [
         *("uneven replicas", "tied embeddings over stages", "zero 1, unequal replicas"),
         *("zb-2p, three stages, unlike cuts", "zb-v, tied ends on one stage"),
+        "context, stages, norms of query and key, zero 1",
     ],
 )
 def test_losses_in_fp32_equal_those_of_one_process(name: str, workers: Workers, tmp_path: Path) -> None:
@@ -371,10 +407,16 @@ class Devices:
 
 @st.composite
 def runnable_plans(draw: DrawFn) -> Plan:
-    """Random plans of up to WORKERS devices that the runtime accepts, of small models of both families."""
+    """Random plans of up to WORKERS devices that the runtime accepts, of small models of both families.
+
+    In some of them each device is two context ranks.
+    """
     base = draw(st.sampled_from((LLAMA, GPT)))
     model = dataclasses.replace(base, layers=draw(st.integers(1, 4)), tied_embeddings=draw(st.booleans()), name="random")
-    plan = draw(plans(Devices(), model))  # type: ignore[arg-type]
+    ranks = draw(st.sampled_from((1, 1, 2)))
+    plan = draw(plans(Devices(devices=Devices().devices[: WORKERS // ranks]), model))  # type: ignore[arg-type]
+    if ranks == 2 and plan.sequence_slices == 1:
+        plan = with_two_context_ranks(plan)
     plan = dataclasses.replace(
         plan,
         sequence_length=16,
@@ -387,6 +429,26 @@ def runnable_plans(draw: DrawFn) -> Plan:
         plan = dataclasses.replace(plan, zero_stage=0)
         check_runnable(plan, Settings(steps=1, data="tokens:x"))
     return plan
+
+
+def with_two_context_ranks(plan: Plan) -> Plan:
+    """The plan with the devices 2i and 2i + 1 in the place of device i."""
+
+    def both(replica: Replica) -> Replica:
+        numbers = [2 * int(name.removeprefix("n/")) for name in replica.devices]
+        return dataclasses.replace(replica, devices=tuple(f"n/{number + rank}" for rank in (0, 1) for number in numbers))
+
+    pipelines = tuple(
+        dataclasses.replace(
+            pipeline,
+            stages=tuple(
+                dataclasses.replace(stage, replicas=tuple(both(replica) for replica in stage.replicas))
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in plan.pipelines
+    )
+    return dataclasses.replace(plan, pipelines=pipelines, context_parallel=2)
 
 
 def check_random_plan(plan: Plan, buckets: int | None, workers: Workers, folder: Path) -> None:

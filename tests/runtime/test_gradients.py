@@ -39,7 +39,7 @@ def test_every_number_that_a_device_holds_is_in_one_slice_of_it(plan: Plan) -> N
         for layers in lane_sections(plan.transformer, lane):
             slices, shared = section_slices(plan, program, ranks, lane, layers)
             assert shared == any(isinstance(i, ReduceGradients) and i.layers == layers for i in lane.instructions)
-            for index, rank in enumerate(ranks[lane.name]):
+            for index, rank in ((index, rank) for group in ranks[lane.name] for index, rank in enumerate(group)):
                 rows: Counter[tuple[str, int]] = Counter()
                 for s in slices:
                     for piece in s.pieces if rank in s.ranks else ():

@@ -8,7 +8,7 @@ import pytest
 
 from runtime import pacer as module
 from runtime.pacer import Pacer
-from sim.spec.program import Forward, OptimizerStep
+from sim.spec.program import Backward, Forward, OptimizerStep
 
 
 class Clock:
@@ -32,6 +32,16 @@ class Takes:
 
     def wait(self) -> None:
         self._clock.work(self._seconds)
+
+
+class Since:
+    """An exchange that ends at a moment, whether anybody waits for it or not."""
+
+    def __init__(self, clock: Clock, ends_s: float) -> None:
+        self._clock, self._ends_s = clock, ends_s
+
+    def wait(self) -> None:
+        self._clock.now_s = max(self._clock.now_s, self._ends_s)
 
 
 @pytest.fixture
@@ -81,6 +91,50 @@ def test_collectives_under_way_together_are_counted_once(clock: Clock) -> None:
     second.wait()
     pacer.end()
     assert clock.now_s == pytest.approx(101.5)
+
+
+def test_computation_after_a_collective_has_begun_is_not_counted_as_its_time(clock: Clock) -> None:
+    pacer = Pacer({"Backward 0:2": 0.9})
+
+    def backward() -> None:
+        pacer.begin(Backward(0, (0, 2)))
+        gathered = pacer.collective(lambda: Takes(clock, 0.1))
+        summed = pacer.collective(lambda: Takes(clock, 0.2))  # begins a third of the pace later
+        gathered.wait()
+        summed.wait()
+        pacer.end()
+
+    backward()
+    clock.now_s = 200.0
+    backward()
+    assert clock.now_s == pytest.approx(200 + 0.9 + 0.1 + 0.2)
+
+
+def test_computation_goes_on_beside_the_exchanges_of_a_ring(clock: Clock) -> None:
+    pacer = Pacer({"Forward 0:2": 0.9, "Forward 0:2, beside its ring": 0.3})
+    begun: list[float] = []
+
+    def forward(takes_s: float) -> None:
+        pacer.begin(Forward(0, (0, 2)))
+        for _ in range(2):
+            work = pacer.exchange(lambda: begun.append(clock.now_s) or Since(clock, clock.now_s + takes_s))
+            clock.work(0.01)  # of mathematics
+            work.wait()
+        pacer.end()
+
+    forward(0.1)  # the first time it does not know yet how many there are
+    begun.clear()
+    clock.now_s = 200.0
+    forward(0.1)
+    # 0.2 | 0.15, and the exchange within it | 0.2 | 0.15 | 0.2
+    assert begun == pytest.approx([200.2, 200.55])
+    assert clock.now_s == pytest.approx(200.9)
+    begun.clear()
+    clock.now_s = 300.0
+    forward(0.25)
+    # 0.2 | 0.15 and 0.1 of waiting | 0.2 | 0.15 and 0.1 | 0.2
+    assert begun == pytest.approx([300.2, 300.65])
+    assert clock.now_s == pytest.approx(301.1)
 
 
 def test_mathematics_that_takes_longer_than_the_pace_is_told(clock: Clock) -> None:

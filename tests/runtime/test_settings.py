@@ -18,7 +18,6 @@ PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"),
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"context_parallel": 2}, "the runtime cannot run context_parallel 2; accepted: 1"),
         ({"expert_parallel": 2}, "the runtime cannot run expert_parallel 2; accepted: 1"),
         ({"shard_group": 1}, "the runtime cannot run shard_group 1; accepted: null"),
     ],
@@ -28,4 +27,28 @@ def test_what_only_the_simulator_knows_is_refused_in_one_line(change: dict[str, 
     assert check_runnable(PLAN, settings).lanes
     with pytest.raises(InputError) as caught:
         check_runnable(dataclasses.replace(PLAN, **change), settings)  # type: ignore[arg-type]
+    assert str(caught.value) == error
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            {"sequence_length": 18},
+            "context_parallel 2 gives each rank two equal stretches of every sequence, but it has 18 tokens; "
+            "accepted: a multiple of 4",
+        ),
+        (
+            {"model": dataclasses.replace(MODEL, sliding_window=15)},
+            "the runtime divides sequences (context_parallel 2) no longer than the window of the attention, but that of small is "
+            "15 and they have 16 tokens; accepted: context_parallel 1",
+        ),
+    ],
+)
+def test_sequences_that_the_runtime_cannot_divide_are_refused(change: dict[str, object], error: str) -> None:
+    settings = Settings(steps=1, data="tokens:x")
+    plan = dataclasses.replace(PLAN, context_parallel=2)
+    assert check_runnable(plan, settings).lanes
+    with pytest.raises(InputError) as caught:
+        check_runnable(dataclasses.replace(plan, **change), settings)  # type: ignore[arg-type]
     assert str(caught.value) == error

@@ -206,7 +206,13 @@ def test_a_step_with_what_is_no_number_has_diverged(facts: StepFacts, of_the_las
     assert (divergence(3, facts, last=True), divergence(3, facts, last=False)) == (of_the_last, of_another)
 
 
-@pytest.mark.parametrize("name", ["degrees 1 to 4 with sequence parallel", "zero 1, tied, sequence parallel"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("degrees 1 to 4 with sequence parallel", "zero 1, tied, sequence parallel"),
+        "context, stages, norms of query and key, zero 1",
+    ],
+)
 def test_what_goes_through_the_hosts_memory_arrives(name: str, workers: Workers, tmp_path: Path) -> None:
     plan = PLANS[name]
     chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), precision="fp64", steps=2)

@@ -75,3 +75,25 @@ def test_what_does_not_fit_the_plan_is_refused(plan: Plan, tmp_path: Path, chang
     path.write_text(json.dumps(table))
     with pytest.raises(InputError, match=complaint):
         read_pace(path, plan, compile_plan(plan))
+
+
+def test_with_context_parallelism_what_goes_on_beside_the_ring_is_told(tmp_path: Path) -> None:
+    stage = {"devices": ["a/0", "a/1"], "layers": [0, 4]}
+    pipelines = [{"micro_batch": 1, "micro_batches": 2, "stages": [stage]}]
+    plan = parse_plan(json.dumps({**TABLE, "context_parallel": 2, "pipelines": pipelines}))
+    times = {
+        "Forward 0:4": 0.5,
+        "Forward 0:4, beside its ring": 0.1,
+        "Backward 0:4": 1.5,
+        "Backward 0:4, beside its ring": 1.5,
+        "OptimizerStep": 0.25,
+    }
+    path = tmp_path / "pace.json"
+    path.write_text(Pace(plan_digest(plan), {"a/0": times, "a/1": times}).to_json())
+    assert read_pace(path, plan, compile_plan(plan)).seconds == {"a/0": times, "a/1": times}
+    for wrong in (0.6, None):
+        changed = {key: value for key, value in times.items() if key != "Forward 0:4, beside its ring" or wrong is not None}
+        changed |= {} if wrong is None else {"Forward 0:4, beside its ring": wrong}
+        path.write_text(Pace(plan_digest(plan), {"a/0": times, "a/1": changed}).to_json())
+        with pytest.raises(InputError, match=r"a/1.*Forward 0:4, beside its ring"):
+            read_pace(path, plan, compile_plan(plan))
