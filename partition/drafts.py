@@ -30,6 +30,9 @@ Draft: TypeAlias = tuple[Pipeline, ...]
 GRANULARITIES = ("none", "selective", "full")
 """The recompute modes of whole stages that Megatron-LM has: its `--recompute-granularity`."""
 
+FEWEST_TOKENS = 4096
+"""Of a sequence that one context rank has: there are other ways to divide short ones."""
+
 FEWEST_JUDGED, JUDGED_PLANS = 2, 20
 """Fewest and most plans that a planner has judged, as far as it has that many."""
 
@@ -265,6 +268,12 @@ def fits_heads(job: Job, degree: int) -> bool:
 def degrees(job: Job, gpus: int) -> list[int]:
     """The tensor-parallel degrees that divide a node's GPUs and that the model's heads allow, smallest first."""
     return [degree for degree in range(1, gpus + 1) if gpus % degree == 0 and fits_heads(job, degree)]
+
+
+def context_degrees(job: Job, most: int) -> list[int]:
+    """Over how many ranks, up to so many, a sequence may go, each of which has two equal stretches of it; none for one."""
+    tokens = job.sequence_length
+    return [ranks for ranks in range(2, min(most, tokens // FEWEST_TOKENS) + 1) if tokens % (2 * ranks) == 0]
 
 
 def judge_in_order(search: Search, drafts: Iterable[tuple[Draft, Settings]]) -> None:

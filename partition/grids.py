@@ -27,9 +27,9 @@ from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.batches import Pace, divisors, split_batch
-from partition.drafts import Draft, Settings, make_plan, most_recomputation, recomputed, stage
+from partition.drafts import Draft, Settings, context_degrees, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
-from partition.planners.megatron import parts, shapes
+from partition.planners.megatron import joined, parts, shapes
 from partition.pricing import Devices, Pricing
 from sim.cost.memory import lane_parts
 from sim.cost.pieces import layer_seconds
@@ -46,9 +46,6 @@ MOST_STAGES = 8
 
 MOST_SEQUENCES = 128
 """Of one pipeline in a micro-batch."""
-
-FEWEST_TOKENS = 4096
-"""Of a sequence that one context rank has: there are other ways to divide short ones."""
 
 FEW_DIVISORS = 4
 """Fewer, larger micro-batches count, too, where the fewest that divide a batch are so many times as many as would be enough."""
@@ -68,12 +65,6 @@ class Grid:
     shares: tuple[int, ...]
     micro_batches: int
     settings: Settings
-
-
-def context_degrees(job: Job, most: int) -> list[int]:
-    """Over how many ranks, up to so many, a sequence may go, each of which has two equal stretches of it; none for one."""
-    tokens = job.sequence_length
-    return [ranks for ranks in range(2, min(most, tokens // FEWEST_TOKENS) + 1) if tokens % (2 * ranks) == 0]
 
 
 class Grids:
@@ -144,9 +135,9 @@ class Grids:
                 divides = copies % ranks == 0 and self._job.sequence_length // ranks % tensor == 0
                 if copies < 2 or depth > (1 if unlike else MOST_STAGES) or not divides:
                     continue
-                joined = tuple([_joined(pipelines[at : at + ranks]) for at in range(0, copies, ranks)])
-                if ranks == 1 or not unlike or all(self._is_of_one_kind(groups[0]) for groups in joined):
-                    yield joined, Settings(sequence_parallel=tensor > 1, context_parallel=ranks), unlike
+                divided = joined(pipelines, ranks)
+                if ranks == 1 or not unlike or all(self._is_of_one_kind(groups[0]) for groups in divided):
+                    yield divided, Settings(sequence_parallel=tensor > 1, context_parallel=ranks), unlike
 
     def _is_of_one_kind(self, devices: Devices) -> bool:
         return len({self._cluster.device(name).gpu for name in devices}) == 1
@@ -265,8 +256,3 @@ class Grids:
             if not asked:
                 break
         return found
-
-
-def _joined(pipelines: Sequence[Groups]) -> Groups:
-    """One pipeline of the groups of several: of each stage all their devices, those of one group after another."""
-    return tuple([tuple(chain.from_iterable(groups)) for groups in zip(*pipelines, strict=True)])

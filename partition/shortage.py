@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from partition.drafts import Draft, Settings, all_under, degrees, make_plan, stage
-from partition.grids import context_degrees
+from partition.drafts import Draft, Settings, all_under, context_degrees, degrees, make_plan, stage
 from partition.layers import even_split, ranges, split_layers
 from partition.room import Room
 from partition.search import lacking_bytes

@@ -81,6 +81,36 @@ def test_no_interleaved_grid_is_faster_where_that_is_faster_than_any_other() -> 
     assert min(seconds.values()) < 0.9 * seconds[1]
 
 
+def test_no_grid_is_faster_that_divides_long_sequences() -> None:
+    # Three heads, so that tensor parallelism divides nothing by 2; and two nodes, over which a ring goes.
+    model = replace(SMALL, name="long", layers=6, heads=3, kv_heads=3, hidden=1536, head_dim=512)
+    world, work = cluster(*(node(name, "A100-40GB-SXM", 2, "nvlink") for name in "ab")), job(model, 16384, 4)
+    judge, names = simulation(world, work), [device.name for device in world.devices]
+    seconds: dict[int, float] = {}
+    for ranks, depth, size, mode, zero in product((1, 2, 4), (1, 2, 4), (1, 2, 4), ("none", "selective", "full"), (0, 1)):
+        data = 4 // (ranks * depth)
+        if data * ranks * depth != 4 or 4 % (data * size):
+            continue
+        draft = tuple(
+            Pipeline(
+                size,
+                4 // (data * size),
+                tuple(
+                    stage(names[(s * data + d) * ranks :][:ranks], cut, size, mode)
+                    for s, cut in enumerate(ranges(even_split(model.layers, depth)))
+                ),
+            )
+            for d in range(data)
+        )
+        verdict = judge(make_plan(world, work, draft, Settings(zero_stage=zero, context_parallel=ranks)))
+        if isinstance(verdict, Cost):
+            seconds[ranks] = min(seconds.get(ranks, math.inf), verdict.iteration_s)
+    result = plan(world, work, "megatron", budget_s=600)
+    assert result.plan is not None and result.cost is not None
+    assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
+    assert seconds[2] < 0.95 * min(seconds[1], seconds[4]) and result.plan.context_parallel == 2
+
+
 def found(planner_world: str = "homogeneous") -> Plan:
     world = cluster(node("a", "RTX4090", 4), node("b", "RTX4090", 4)) if planner_world == "homogeneous" else mixed()
     result = plan(world, job(SMALL, 2048, 16), "megatron", budget_s=600)
