@@ -6,7 +6,7 @@ Gloo moves what lies in the host's memory only. Tensors of a GPU go through a co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,17 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     if (ring := ring_of(group, whole, scatters=True)) is not None:
         return ring.reduce_scatter(part, whole)
     return _begun(_reduce_scatter(part, whole, group=group, async_op=True))
+
+
+def all_to_all(
+    arriving: torch.Tensor, going: torch.Tensor, rows_from: Sequence[int], rows_to: Sequence[int], group: dist.ProcessGroup | None
+) -> Pending:
+    """The work of sending rows to all ranks, so many to each, and receiving theirs, along the first dimension."""
+    sizes = list(rows_from), list(rows_to)
+    if is_staged(going, group):
+        copy = torch.empty_like(arriving, device="cpu")
+        return _Staged(dist.all_to_all_single(copy, _host(going), *sizes, group=group, async_op=True), copy, arriving)
+    return _begun(dist.all_to_all_single(arriving, going, *sizes, group=group, async_op=True))
 
 
 def send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup | None, tag: int) -> Pending:

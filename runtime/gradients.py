@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 
 from runtime.collectives import Pending, all_reduce, reduce_scatter, tell_when_done
-from runtime.parameters import Parameter, Section, is_partial, range_parameters, rows_of, share
-from runtime.world import World
+from runtime.parameters import Parameter, Section, experts_of, is_partial, range_parameters, rows_of, share
+from runtime.world import World, expert_rank
 from sim.spec.plan import LayerRange, Plan
 from sim.spec.program import Lane, Program, ReduceGradients
 from sim.spec.transformer import Transformer
@@ -82,20 +82,22 @@ def lane_sections(transformer: Transformer, lane: Lane) -> tuple[LayerRange, ...
     return tuple(sorted(found))
 
 
-def section_parameters(transformer: Transformer, lane: Lane, layers: LayerRange) -> tuple[Parameter, ...]:
-    """The parameters that a lane holds of a layer range: of a tied embedding the lane of the head has only the tokens' matrix."""
-    found = range_parameters(transformer, layers)
+def section_parameters(plan: Plan, lane: Lane, layers: LayerRange, context: int = 0) -> tuple[Parameter, ...]:
+    """The parameters that a context rank of a lane holds of a layer range: of divided experts those that are its own.
+
+    Of a tied embedding the lane of the head has only the tokens' matrix.
+    """
+    found = range_parameters(plan.transformer, layers)
     if layers == (0, 0) and not lane.embedding:
         return tuple(parameter for parameter in found if parameter.divided == "vocabulary")
-    return found
+    if plan.transformer.experts is None or plan.expert_parallel == 1:
+        return found
+    own = experts_of(plan.transformer.experts.experts, expert_rank(plan, lane, context), plan.expert_parallel)
+    return tuple(parameter for parameter in found if parameter.expert is None or parameter.expert in own)
 
 
 def slices(
-    transformer: Transformer,
-    lanes: Sequence[Lane],
-    ranks: Mapping[str, tuple[tuple[int, ...], ...]],
-    layers: LayerRange,
-    sequence_parallel: bool,
+    plan: Plan, lanes: Sequence[Lane], ranks: Mapping[str, tuple[tuple[int, ...], ...]], layers: LayerRange
 ) -> tuple[Slice, ...]:
     """The slices of a layer range that these lanes hold; equal, in the same order, on every device that asks.
 
@@ -103,12 +105,18 @@ def slices(
     devices of one counts once, unless each has only its part of the gradient.
     """
     pieces: list[Piece] = []
-    for parameter in sorted(range_parameters(transformer, layers), key=lambda p: (p.copied, not p.decays)):
+    groups = [
+        (group, {parameter.name for parameter in section_parameters(plan, lane, layers, context)})
+        for lane in lanes
+        for context, group in enumerate(ranks[lane.name])
+    ]
+    for parameter in sorted(range_parameters(plan.transformer, layers), key=lambda p: (p.copied, not p.decays)):
         held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its group, rows from, to, partial
-        having = (lane for lane in lanes if parameter in section_parameters(transformer, lane, layers))
-        for number, group in enumerate(group for lane in having for group in ranks[lane.name]):
+        for number, (group, names) in enumerate(groups):
+            if parameter.name not in names:
+                continue
             degree = len(group)
-            partial_sum = is_partial(parameter, degree, sequence_parallel)
+            partial_sum = is_partial(parameter, degree, plan.sequence_parallel)
             for index, rank in enumerate(group):
                 held.append((rank, number, *rows_of(parameter, index, degree), partial_sum))
         cuts = sorted({row for _, _, start, stop, _ in held for row in (start, stop)})
@@ -130,7 +138,7 @@ def section_slices(
     """The slices of a section of a lane, and whether other lanes share it (then the program reduces it)."""
     reduction = next((i for i in lane.instructions if isinstance(i, ReduceGradients) and i.layers == layers), None)
     members = [lane] if reduction is None else [program.by_name[name] for name in program.members[reduction]]
-    return slices(plan.transformer, members, ranks, layers, plan.sequence_parallel), reduction is not None
+    return slices(plan, members, ranks, layers), reduction is not None
 
 
 def _sums(piece_slice: Slice, shared: bool) -> bool:
@@ -160,11 +168,10 @@ class Run:
 
 def runs(section: Section, piece_slice: Slice, rank: int) -> tuple[Run, ...]:
     """Where the numbers of a slice lie in this rank's section."""
-    segments = {segment.parameter.name: segment for segment in section.segments}
     found: list[Run] = []
     at = 0
     for piece in piece_slice.pieces:
-        segment = segments[piece.parameter.name]
+        segment = section.segment_of[piece.parameter.name]
         offset = segment.offset + (piece.start - segment.start) * piece.parameter.row_size
         contributes = rank in piece.contributors
         last = found[-1] if found else None

@@ -1,4 +1,5 @@
-"""The weights of Hugging Face models in safetensors, read row by row and written whole: Llama, Mistral, Qwen2, Qwen3 and GPT-2.
+"""The weights of Hugging Face models in safetensors, read row by row and written whole: Llama, Mistral, Mixtral, Qwen2, Qwen3
+(with experts, too) and GPT-2.
 
 Their matrices are stored (out, in), those of GPT-2's layers (in, out); ours so that tensor parallelism divides the rows (see
 `runtime.parameters`). Each parameter of ours is a stretch along one axis of one of their tensors.
@@ -23,7 +24,7 @@ from runtime.parameters import Parameter, model_parameters
 from sim.spec.reading import DISK_FAILURES, InputError, Table, read_json, write_file
 from sim.spec.transformer import Transformer, from_hugging_face
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ FLOATING_TYPES = ("F64", "F32", "F16", "BF16")
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of the GELU by tanh, which is GPT-2's and the runtime's."""
 
-STORED_BY_INPUT = ("attention.output.weight", "mlp.down.weight")
+STORED_BY_INPUT = ("attention.output.weight", ".down.weight")
 """Matrices of a layer that we have as (in, out)."""
 
 LLAMA_NAMES: Mapping[str, str] = {
@@ -56,6 +57,22 @@ LLAMA_NAMES: Mapping[str, str] = {
     "head.norm": "norm",
 }
 """Of modules: ours, within a layer or outside the layers, and Llama's."""
+
+MIXTURE_NAMES: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.N.gate": "block_sparse_moe.experts.N.w1",
+        "mlp.experts.N.up": "block_sparse_moe.experts.N.w3",
+        "mlp.experts.N.down": "block_sparse_moe.experts.N.w2",
+    },
+    "qwen3_moe": {
+        "mlp.router": "mlp.gate",
+        "mlp.experts.N.gate": "mlp.experts.N.gate_proj",
+        "mlp.experts.N.up": "mlp.experts.N.up_proj",
+        "mlp.experts.N.down": "mlp.experts.N.down_proj",
+    },
+}
+"""Of the modules of a mixture, besides Llama's, by the type of the model: ours and theirs, those of expert N."""
 
 GPT2_NAMES: Mapping[str, str] = {
     "embedding.tokens": "wte",
@@ -87,16 +104,23 @@ class _Place:
     rows: int
 
 
-def _place(transformer: Transformer, parameter: Parameter, is_gpt2: bool, prefix: str) -> _Place:
+def _module(module: str, model_type: str) -> str:
+    """Their name of one of our modules."""
+    names = GPT2_NAMES if model_type == "gpt2" else {**LLAMA_NAMES, **MIXTURE_NAMES.get(model_type, {})}
+    number = re.search(r"(?<=experts\.)\d+", module)
+    return names[module] if number is None else names[module.replace(number[0], "N", 1)].replace("N", number[0])
+
+
+def _place(transformer: Transformer, parameter: Parameter, model_type: str, prefix: str) -> _Place:
     """Where a parameter lies. `prefix` stands before all names but that of the output matrix."""
-    t = transformer
+    t, is_gpt2 = transformer, model_type == "gpt2"
     rows = t.vocab if parameter.divided == "vocabulary" else parameter.rows
     if parameter.name == "head.output.weight":
         return _Place("lm_head.weight", (rows, t.hidden), 0, 0, rows)
     layer = re.fullmatch(r"layers\.(\d+)\.(.*)", parameter.name)
     module, _, kind = (layer[2] if layer else parameter.name).rpartition(".")
     inside = f"{'h' if is_gpt2 else 'layers'}.{layer[1]}." if layer else ""
-    name = f"{prefix}{inside}{(GPT2_NAMES if is_gpt2 else LLAMA_NAMES)[module]}.{kind}"
+    name = f"{prefix}{inside}{_module(module, model_type)}.{kind}"
     transposed = parameter.name.endswith(STORED_BY_INPUT) != (is_gpt2 and layer is not None)
     axis = int(parameter.width is not None and transposed)
     start, length = 0, rows
@@ -121,15 +145,15 @@ def _safetensors() -> ModuleType:
 class HuggingFaceWeights:
     """The weights of a folder, of which each rank reads the rows it holds. Made by `load_weights`."""
 
-    def __init__(self, folder: Path, transformer: Transformer, is_gpt2: bool) -> None:
+    def __init__(self, folder: Path, transformer: Transformer, model_type: str) -> None:
         """Looks at the names, shapes and types of all tensors; reads no numbers."""
         self._folder = folder
         self._files: dict[Path, Any] = {}
         self._file_of = self._tensors()
         prefix = "model."
-        if is_gpt2:  # whose published weights are those of the model without its head, and have no prefix
+        if model_type == "gpt2":  # whose published weights are those of the model without its head, and have no prefix
             prefix = "" if "wte.weight" in self._file_of else "transformer."
-        self._places = {p.name: _place(transformer, p, is_gpt2, prefix) for p in model_parameters(transformer)}
+        self._places = {p.name: _place(transformer, p, model_type, prefix) for p in model_parameters(transformer)}
         for place in self._places.values():
             self._check(place)
 
@@ -203,12 +227,16 @@ def load_weights(folder: Path, transformer: Transformer) -> HuggingFaceWeights:
         _check_gpt2(config)
     else:
         _check_rotary(config)
-    return HuggingFaceWeights(folder, transformer, model_type == "gpt2")
+    if model_type == "qwen3_moe" and not config.flag("norm_topk_prob", False):
+        raise config.error("norm_topk_prob", "expected true, since the weights of the experts of a token add up to 1 here")
+    return HuggingFaceWeights(folder, transformer, model_type)
 
 
 def _difference(one: Transformer, other: Transformer) -> tuple[str, object, object] | None:
     """The first field that two transformers differ in so that weights of the one do not fit the other, with both values."""
     passed_over = {"name", "padded_vocab", "rope_theta" if other.position == "learned" else "max_positions"}
+    if other.experts is not None:
+        passed_over.add("ffn")
     for field in dataclasses.fields(Transformer):
         values = getattr(one, field.name), getattr(other, field.name)
         if field.name not in passed_over and values[0] != values[1]:
@@ -284,9 +312,10 @@ def save_weights(
     """
     prepare_save(folder, transformer)
     config = _config(transformer, dtype)
-    is_gpt2 = config["model_type"] == "gpt2"
+    model_type = config["model_type"]
     parameters = model_parameters(transformer)
-    places = [_place(transformer, p, is_gpt2, "transformer." if is_gpt2 else "model.") for p in parameters]
+    prefix = "transformer." if model_type == "gpt2" else "model."
+    places = [_place(transformer, p, model_type, prefix) for p in parameters]
     sizes = {place.name: math.prod(place.shape) * dtype.itemsize for place in places}
     shard_of = _shards(sizes, max_shard_bytes)
     count = max(shard_of.values()) + 1
@@ -387,10 +416,17 @@ def _config(transformer: Transformer, dtype: torch.dtype) -> dict[str, Any]:
             config["max_position_embeddings"] = t.max_positions
         if t.head_dim * t.heads != t.hidden:
             config["head_dim"] = t.head_dim
-        if t.qk_norm:
+        moe = t.experts
+        if moe is not None and not t.qk_norm:
+            config |= {"model_type": "mixtral", "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+            config |= {"sliding_window": t.sliding_window, "intermediate_size": moe.ffn}
+        elif t.qk_norm:
             window = {"sliding_window": t.sliding_window, "max_window_layers": 0, "head_dim": t.head_dim}
             config |= {"model_type": "qwen3", "use_sliding_window": t.sliding_window is not None} | window
             config["attention_bias"] = t.attention_bias == "all"
+            if moe is not None:
+                config |= {"model_type": "qwen3_moe", "num_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+                config |= {"moe_intermediate_size": moe.ffn, "norm_topk_prob": True}
         elif t.attention_bias == "qkv":
             window = {"sliding_window": t.sliding_window, "max_window_layers": 0}
             config |= {"model_type": "qwen2", "use_sliding_window": t.sliding_window is not None} | window
@@ -398,7 +434,8 @@ def _config(transformer: Transformer, dtype: torch.dtype) -> dict[str, Any]:
             config |= {"model_type": "mistral", "sliding_window": t.sliding_window}
         else:
             config |= {"model_type": "llama", "attention_bias": t.attention_bias == "all", "mlp_bias": t.mlp_bias}
-        config["architectures"] = [f"{config['model_type'].capitalize()}ForCausalLM"]
+        words = config["model_type"].split("_")  # as in Qwen3MoeForCausalLM
+        config["architectures"] = [f"{''.join(word.capitalize() for word in words)}ForCausalLM"]
     difference = _difference(from_hugging_face(Table(config, "config.json"), t.name), t)
     if difference is not None:
         field, there, here = difference

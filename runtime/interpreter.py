@@ -126,6 +126,8 @@ class Interpreter:
                 return world.lanes_text([name for name in world.program.members[instruction] if name != lane.name])
             case OptimizerStep():
                 return world.lanes_text([other.name for other in world.program.lanes if other != lane]) or None
+        if world.plan.expert_parallel > 1 and not isinstance(instruction, BackwardWeight):
+            return world.lanes_text(world.lanes_sharing_experts())
         return world.lanes_text([lane.name]) if len(lane.devices) > 1 else None
 
     def waits_for(self, instruction: Instruction) -> None:

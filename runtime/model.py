@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from runtime.context_parallel import ContextGroup, ring_attention
+from runtime.experts import ExpertGroup, Experts
 from runtime.parameters import Section
 from runtime.tensor_parallel import (
     DeferredWeights,
@@ -239,7 +240,7 @@ class Norm(nn.Module):
 
 def _first_row(section: Section, name: str) -> int:
     """The first row of a parameter that a rank holds."""
-    return next(segment.start for segment in section.segments if segment.parameter.name == name)
+    return section.segment_of[name].start
 
 
 class Embedding(nn.Module):
@@ -289,6 +290,7 @@ class Layer(nn.Module):
         compiled: bool = False,
         deferred: DeferredWeights | None = None,
         context: ContextGroup | None = None,
+        among: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         t, at = transformer, f"layers.{layer_index}"
@@ -310,10 +312,15 @@ class Layer(nn.Module):
         self.output_weight = section.parameter(f"{at}.attention.output.weight")
         self.output_bias = fused([f"{at}.attention.output"], "bias", t.attention_bias in ("output", "all"))
         self.mlp_norm = Norm(t, section, f"{at}.mlp_norm")
-        self.up_weight = section.parameter(*(f"{name}.weight" for name in ups))
-        self.up_bias = fused(ups, "bias", t.mlp_bias)
-        self.down_weight = section.parameter(f"{at}.mlp.down.weight")
-        self.down_bias = fused([f"{at}.mlp.down"], "bias", t.mlp_bias)
+        remakes_activation = recompute == "pointwise" and recomputes_activation(t)
+        self.experts: Experts | None = None
+        if t.experts is not None:
+            self.experts = Experts(t, section, layer_index, group, self.activation, remakes_activation, deferred, among)
+        else:
+            self.up_weight = section.parameter(*(f"{name}.weight" for name in ups))
+            self.up_bias = fused(ups, "bias", t.mlp_bias)
+            self.down_weight = section.parameter(f"{at}.mlp.down.weight")
+            self.down_bias = fused([f"{at}.mlp.down"], "bias", t.mlp_bias)
 
         self.head_dim = t.head_dim
         self.heads = self.output_weight.shape[0] // t.head_dim
@@ -324,7 +331,7 @@ class Layer(nn.Module):
         self._around_layer = _recomputed if recompute == "full" else _called
         self._around_core = _recomputed if recompute == "selective" else _called
         self._remakes_norms = recompute == "pointwise"
-        self._remakes_activation = recompute == "pointwise" and recomputes_activation(t)
+        self._remakes_activation = remakes_activation
 
     def forward(self, x_SBH: torch.Tensor, rotary: Rotary | None, seen: Seen) -> torch.Tensor:
         """The residual stream behind the layer. The `rotary_tables` are those of the whole sequence, or of the slice."""
@@ -337,6 +344,9 @@ class Layer(nn.Module):
         attended = self._attention(qkv, rotary, seen)
         x_SBH = x_SBH + row_linear(attended, self.output_weight, self.output_bias, group, deferred)
         again = self.mlp_norm.remade(x_SBH) if self._remakes_norms else None
+        if self.experts is not None:
+            made: torch.Tensor = self.experts(self.mlp_norm(x_SBH), again)
+            return x_SBH + made
         wide = column_linear(self.mlp_norm(x_SBH), self.up_weight, self.up_bias, group, deferred, again)
         again = Remade(self.activation, wide) if self._remakes_activation else None
         return x_SBH + row_linear(self.activation(wide), self.down_weight, self.down_bias, group, deferred, again)
@@ -474,6 +484,7 @@ class ModelPart(nn.Module):
         deferred: DeferredWeights | None = None,
         sequence_slices: int = 1,
         context: ContextGroup | None = None,
+        among: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         t, numbers = transformer, range(*layers)
@@ -482,7 +493,7 @@ class ModelPart(nn.Module):
         self.transformer, self.group, self.context = transformer, group, context
         self.embedding = Embedding(t, sections[0, 0], group, context) if embedding else None
         self.layers = nn.ModuleList(
-            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred, context)
+            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred, context, among)
             for number, mode in zip(numbers, recompute, strict=True)
         )
         tied = sections[0, 0] if head and t.tied_embeddings else None

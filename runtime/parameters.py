@@ -32,8 +32,8 @@ BLOCK = 2**20
 class Parameter:
     """One matrix (`rows`, `width`) of the model, or a vector of `rows` numbers where `width` is None.
 
-    `divided` says how tensor parallelism divides the rows: "whole" (a copy on every rank), "every_head" (one, too, which each
-    rank uses for its own heads), "heads", "kv_heads" (in units of
+    `divided` says how tensor parallelism divides the rows: "whole" (a copy on every rank), "in_part" (one, too, which each
+    rank uses for its own part of a layer alone), "heads", "kv_heads" (in units of
     a head of `unit` rows), "columns" (of the MLP) or "vocabulary" (both in equal parts, rounded up).
     """
 
@@ -46,6 +46,8 @@ class Parameter:
     unit: int = 1
     initial: str = "normal"
     """normal | residual (a matrix that writes into the residual stream) | ones | zeros."""
+    expert: int | None = None
+    """The expert that it is of, in a mixture; None for what all tokens meet."""
 
     @property
     def row_size(self) -> int:
@@ -60,7 +62,7 @@ class Parameter:
     @property
     def copied(self) -> bool:
         """Whether every rank holds all of it."""
-        return self.divided in ("whole", "every_head")
+        return self.divided in ("whole", "in_part")
 
     @property
     def decays(self) -> bool:
@@ -114,20 +116,33 @@ def _layer(t: Transformer, place: LayerRange) -> Iterable[Parameter]:
         for part, rows, divided in attention:
             yield Parameter(f"{at}.attention.{part}.bias", place, rows, None, divided, t.head_dim, "zeros")
     for part in ("query", "key") if t.qk_norm else ():
-        yield Parameter(f"{at}.attention.{part}_norm.weight", place, t.head_dim, None, "every_head", initial="ones")
+        yield Parameter(f"{at}.attention.{part}_norm.weight", place, t.head_dim, None, "in_part", initial="ones")
     yield Parameter(f"{at}.attention.output.weight", place, query, t.hidden, "heads", t.head_dim, "residual")
     if t.attention_bias in ("output", "all"):
         yield Parameter(f"{at}.attention.output.bias", place, t.hidden, None, initial="zeros")
     yield from _norm(t, f"{at}.mlp_norm", place)
+    if t.experts is not None:
+        moe = t.experts
+        yield Parameter(f"{at}.mlp.router.weight", place, moe.experts, t.hidden, "in_part")
+        for number in range(moe.experts):
+            yield from _mlp(t, f"{at}.mlp.experts.{number}", place, moe.ffn, number)
+        if moe.shared_experts:
+            yield from _mlp(t, f"{at}.mlp.shared", place, moe.shared_experts * moe.shared_ffn)
+        return
+    yield from _mlp(t, f"{at}.mlp", place, t.ffn)
+
+
+def _mlp(t: Transformer, at: str, place: LayerRange, ffn: int, expert: int | None = None) -> Iterable[Parameter]:
+    """The parameters of an MLP of this width between its matrices, or of one expert."""
     ups = ("gate", "up") if t.gated else ("up",)
     for part in ups:
-        yield Parameter(f"{at}.mlp.{part}.weight", place, t.ffn, t.hidden, "columns")
+        yield Parameter(f"{at}.{part}.weight", place, ffn, t.hidden, "columns", expert=expert)
     if t.mlp_bias:
         for part in ups:
-            yield Parameter(f"{at}.mlp.{part}.bias", place, t.ffn, None, "columns", initial="zeros")
-    yield Parameter(f"{at}.mlp.down.weight", place, t.ffn, t.hidden, "columns", initial="residual")
+            yield Parameter(f"{at}.{part}.bias", place, ffn, None, "columns", initial="zeros", expert=expert)
+    yield Parameter(f"{at}.down.weight", place, ffn, t.hidden, "columns", initial="residual", expert=expert)
     if t.mlp_bias:
-        yield Parameter(f"{at}.mlp.down.bias", place, t.hidden, None, initial="zeros")
+        yield Parameter(f"{at}.down.bias", place, t.hidden, None, initial="zeros", expert=expert)
 
 
 # --- What a rank holds -----------------------------------------------------------------------------------------------
@@ -137,6 +152,12 @@ def share(count: int, index: int, of: int) -> tuple[int, int]:
     """The `(start, stop)` of one of `of` equal parts of `count`, rounded up: the last ones may be smaller, or empty."""
     each = -(-count // of)
     return min(index * each, count), min((index + 1) * each, count)
+
+
+def experts_of(experts: int, index: int, degree: int) -> range:
+    """The experts that rank `index` of those has which divide them evenly."""
+    each = experts // degree
+    return range(index * each, (index + 1) * each)
 
 
 def rows_of(parameter: Parameter, index: int, tensor_parallel: int) -> tuple[int, int]:
@@ -157,10 +178,11 @@ def rows_of(parameter: Parameter, index: int, tensor_parallel: int) -> tuple[int
 def is_partial(parameter: Parameter, tensor_parallel: int, sequence_parallel: bool) -> bool:
     """Whether each rank's gradient is only its part of a sum over the ranks of its lane that hold the same rows.
 
-    So it is for copied key-value heads, which each rank uses for its own query heads only, for norms of heads,
-    and with sequence parallelism for whatever is whole on every rank, which sees only the rank's own tokens.
+    So it is for copied key-value heads, which each rank uses for its own query heads only; for norms of heads, and for routers,
+    of whose experts each rank has its columns; and with sequence parallelism for whatever is whole on every rank, which sees
+    only the rank's own tokens.
     """
-    if parameter.divided == "every_head":
+    if parameter.divided == "in_part":
         return tensor_parallel > 1
     if parameter.divided == "whole":
         return sequence_parallel and tensor_parallel > 1
@@ -222,6 +244,7 @@ class Section:
             segments.append(Segment(parameter, start, stop, offset))
             offset += segments[-1].size
         self.segments = tuple(segments)
+        self.segment_of = {segment.parameter.name: segment for segment in segments}
         self.size = offset
         self.values = torch.empty(offset, dtype=dtype, device=device)
         """The parameters in the precision of training; the tensors of `parameter` are views of it."""
@@ -234,8 +257,7 @@ class Section:
         Raises KeyError for a name that the section does not hold, ValueError for names that do not follow one another.
         """
         if names not in self.parameters:
-            by_name = {segment.parameter.name: segment for segment in self.segments}
-            segments = [by_name[name] for name in names]
+            segments = [self.segment_of[name] for name in names]
             start = at = segments[0].offset
             for segment in segments:
                 if segment.offset != at or segment.parameter.width != segments[0].parameter.width:

@@ -144,26 +144,41 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
         shown = ", ".join(name for name in DTYPES if name != "fp64")
         raise InputError(f"the runtime trains in {shown}, but the plan's precision is {plan.precision}")
     refused = {
-        "a mixture of experts": t.experts is not None,
+        "experts with biases": t.experts is not None and t.mlp_bias,
         "alibi positions": t.position == "alibi",
         "an embedding of another width than the layers": t.projected_embeddings,
     }
     for what, present in refused.items():
         if present:
             raise InputError(f"the runtime cannot run {what}, which {t.name} has")
-    for name, value, accepted in (
-        ("expert_parallel", plan.expert_parallel, 1),
-        ("shard_group", plan.shard_group, None),
-    ):
+    for name, value, accepted in (("shard_group", plan.shard_group, None),):
         if value != accepted:
             raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
     _check_context(plan)
+    _check_experts(plan)
     program = compile_plan(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
         length = plan.sequence_length // plan.context_parallel
         check_degree(t, degree, length, plan.sequence_parallel, plan.sequence_slices)
     dry_run(program)
     return program
+
+
+def _check_experts(plan: Plan) -> None:
+    """Nothing. Raises InputError where lanes that divide experts would not send tokens to one another in one order."""
+    if plan.expert_parallel == 1:
+        return
+    needs = f"with expert_parallel {plan.expert_parallel} the runtime needs"
+    counts = sorted({pipeline.micro_batches for pipeline in plan.pipelines})
+    if len(counts) > 1:
+        raise InputError(f"{needs} as many micro-batches in every pipeline, but got {', '.join(map(str, counts))}")
+    for s, stages in enumerate(zip(*(pipeline.stages for pipeline in plan.pipelines), strict=True)):
+        full = sorted({stage.recomputed()["full"] for stage in stages})
+        if len(full) > 1:
+            raise InputError(
+                f"{needs} as many layers of a stage recomputed in full in every pipeline, but those of stage {s} recompute "
+                f"{', '.join(map(str, full))}"
+            )
 
 
 def _check_context(plan: Plan) -> None:

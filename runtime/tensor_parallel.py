@@ -128,6 +128,28 @@ def _left(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return left
 
 
+class _Enter(torch.autograd.Function):
+    """What every rank has, or has its rows of; its gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return _ended(_gather(x.view_as(x), group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group, (gradient,) = ctx.group, gradients
+        return _ended(_sum(gradient if group.scatters else gradient.clone(memory_format=torch.contiguous_format), group)), None
+
+
+def enter(x_SBH: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """The whole sequence, where a divided region begins that is more than a linear map (see `column_linear`)."""
+    if group.process_group is None:
+        return x_SBH
+    whole: torch.Tensor = _Enter.apply(x_SBH, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
 # --- Linear maps -----------------------------------------------------------------------------------------------------
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None]
@@ -291,6 +313,18 @@ def row_linear(
         y_SBN = _linear(x_SBK, weight_KN, None, True, None, deferred, remade)
     y_SBN = leave(y_SBN, group)
     return y_SBN if bias_N is None else y_SBN + bias_N
+
+
+def own_linear(
+    x_TK: torch.Tensor, weight: torch.Tensor, transposed: bool, deferred: DeferredWeights | None, remade: Remade | None = None
+) -> torch.Tensor:
+    """A linear map y_TN inside a divided region, of a matrix (out, in), or (in, out) where it is `transposed`.
+
+    What its input is `remade` of, flattened but for its last dimension, is kept for the backward in place of the input.
+    """
+    if deferred is None and remade is None:
+        return F.linear(x_TK, weight.t() if transposed else weight)
+    return _linear(x_TK[:, None], weight, None, transposed, None, deferred, remade)[:, 0]
 
 
 # --- The vocabulary --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ class Trainer:
         self.sections: dict[LayerRange, Section] = {}
         sections = self.sections
         for layers in lane_sections(transformer, lane):
-            held = section_parameters(transformer, lane, layers)
+            held = section_parameters(plan, lane, layers, world.context)
             sections[layers] = Section(held, layers, world.index, lane.tensor_parallel, dtype, world.device)
             if is_sharded(plan, lane, layers):
                 sections[layers].release()
@@ -98,7 +99,7 @@ class Trainer:
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
         group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)
-        context = world.context_group(self.pacer)
+        context, among = world.context_group(self.pacer), world.expert_group()
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
         parts = {
             layers: ModelPart(
@@ -113,6 +114,7 @@ class Trainer:
                 deferred=deferred,
                 sequence_slices=plan.sequence_slices,
                 context=context,
+                among=among,
             )
             for layers in model_parts(lane)
         }
@@ -162,25 +164,28 @@ class Trainer:
         if here is not None:
             self.optimizer.release(here)
 
+    @cached_property
+    def _first_groups(self) -> Mapping[str, tuple[int, ...]]:
+        """By its name the ranks of the first tensor-parallel group that holds a parameter."""
+        found: dict[str, tuple[int, ...]] = {}
+        for lane in self.world.program.lanes:
+            for context, group in enumerate(self.world.ranks[lane.name]):
+                for layers in lane_sections(self.plan.transformer, lane):
+                    for parameter in section_parameters(self.plan, lane, layers, context):
+                        found.setdefault(parameter.name, group)
+        return found
+
     def _holding(self, parameter: Parameter) -> Section | None:
         """The section that holds a parameter, or None."""
-        for section in self.sections.values():
-            if any(segment.parameter == parameter for segment in section.segments):
-                return section
-        return None
+        return next((section for section in self.sections.values() if parameter.name in section.segment_of), None)
 
     def _whole(self, parameter: Parameter, section: Section | None) -> torch.Tensor | None:
         """A parameter on the first rank, of the rows that the first lane's devices which hold it send there."""
         world, plan = self.world, self.plan
-        held_by = next(
-            lane
-            for lane in world.program.lanes
-            for layers in lane_sections(plan.transformer, lane)
-            if parameter in section_parameters(plan.transformer, lane, layers)
-        )
+        group = self._first_groups[parameter.name]
         parts: dict[tuple[int, int], int] = {}  # rows to the first of the ranks that have them
-        for index, rank in enumerate(world.ranks[held_by.name][0]):
-            parts.setdefault(rows_of(parameter, index, held_by.tensor_parallel), rank)
+        for index, rank in enumerate(group):
+            parts.setdefault(rows_of(parameter, index, len(group)), rank)
         dtype = DTYPES[self.settings.precision or plan.precision]
         whole = torch.empty(parameter.size, dtype=dtype) if world.rank == 0 else None
         for (start, stop), rank in parts.items():
@@ -189,7 +194,7 @@ class Trainer:
             rows = torch.empty((stop - start) * parameter.row_size, dtype=dtype)
             if world.rank == rank:
                 assert section is not None
-                segment = next(segment for segment in section.segments if segment.parameter == parameter)
+                segment = section.segment_of[parameter.name]
                 rows.copy_(section.values[segment.offset : segment.offset + segment.size])
                 if rank != 0:
                     dist.send(rows, 0, group=world.control)

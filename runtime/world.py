@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.context_parallel import ContextGroup
+from runtime.experts import ExpertGroup
 from runtime.launch import ranked_devices
 from runtime.pacer import Pacer
 from runtime.parameters import share
@@ -17,7 +18,7 @@ from runtime.rings import use_ring
 from runtime.tensor_parallel import TensorGroup
 from runtime.watch import control_timeout_s
 from sim.spec.plan import Plan
-from sim.spec.program import Program, Send
+from sim.spec.program import Lane, Program, Send
 
 Ranks = tuple[int, ...]
 Told = TypeVar("Told")
@@ -68,7 +69,9 @@ class Connections:
             self._controls[everyone] = self._new_group(everyone, "gloo", patient_s)
         # NCCL counts from when a work is queued, and ends the process without a word: there the watchdog is the limit.
         timeout_s = patient_s if self.backend == "nccl" else self.timeout_s
-        for members in sorted({*reductions, *(group for groups in ranks.values() for group in groups), everyone}):
+        tensor_groups = (group for groups in ranks.values() for group in groups)
+        sharing_experts = (tuple(sorted(members)) for members in expert_ranks(plan, program))
+        for members in sorted({*reductions, *tensor_groups, *sharing_experts, everyone}):
             if members not in self._groups and len(members) > 1:
                 self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
                 if group is not None and self.backend == "gloo":
@@ -142,6 +145,24 @@ def message_pairs(plan: Plan, program: Program) -> set[tuple[int, int]]:
     return found
 
 
+def expert_rank(plan: Plan, lane: Lane, context: int) -> int:
+    """Which of the `expert_parallel` parts of its layers' experts a context rank of a lane has: one after another in the plan."""
+    replicas = len(plan.pipelines[lane.pipeline].stages[lane.stage].replicas)
+    copy = (lane.pipeline * replicas + lane.replica) * plan.context_parallel + context
+    return copy % plan.expert_parallel
+
+
+def expert_ranks(plan: Plan, program: Program) -> list[Ranks]:
+    """The ranks that divide the experts of a stage's layers among them, each with the others' tensor rank, in expert order."""
+    degree, ranks = plan.expert_parallel, lane_ranks(plan, program)
+    found = []
+    for stage in range(len(plan.pipelines[0].stages)) if degree > 1 else ():
+        groups = [group for lane in program.lanes if lane.stage == stage for group in ranks[lane.name]]
+        for at in range(0, len(groups), degree):
+            found += list(zip(*groups[at : at + degree], strict=True))
+    return found
+
+
 class World:
     """The workers of a plan, seen from one of them. Each is one device; ranks follow `ranked_devices`.
 
@@ -164,6 +185,22 @@ class World:
         self.everyone = tuple(range(len(self.devices)))
         self.control = connections.control(self.everyone) if len(self.everyone) > 1 else None
         """All workers of the plan, always through gloo: for errors, clocks and checkpoints. None where there is one."""
+
+    def expert_group(self) -> ExpertGroup | None:
+        """This worker's place among those that divide its layers' experts; None where it has all of them."""
+        degree = self.plan.expert_parallel
+        if degree == 1:
+            return None
+        index = expert_rank(self.plan, self.lane, self.context)
+        members = next(found for found in expert_ranks(self.plan, self.program) if self.rank in found)
+        order = sorted(range(degree), key=lambda expert: members[expert])
+        return ExpertGroup(index, degree, tuple(order), self.group(tuple(sorted(members))))
+
+    def lanes_sharing_experts(self) -> list[str]:
+        """The names of the lanes whose devices have this one's layers' other experts, its own among them."""
+        members = next(found for found in expert_ranks(self.plan, self.program) if self.rank in found)
+        ranks = ((lane.name, {rank for group in self.ranks[lane.name] for rank in group}) for lane in self.program.lanes)
+        return [name for name, own in ranks if own.intersection(members)]
 
     @property
     def device_name(self) -> str:

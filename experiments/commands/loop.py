@@ -235,7 +235,7 @@ def _described(cluster: Cluster) -> str:
 
 
 def _is_runnable(plan: Plan, settings: RunSettings) -> bool:
-    """Whether the runtime has what the plan asks for: a search may take what it lacks, such as divided experts."""
+    """Whether the runtime has what the plan asks for: a search may take what it lacks."""
     from runtime.settings import check_runnable
 
     try:

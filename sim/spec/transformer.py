@@ -515,7 +515,8 @@ def _qwen3_moe(config: Table) -> dict[str, Any]:
         raise config.error("mlp_only_layers", "expected none, since every layer must have experts")
     if (step := config.integer("decoder_sparse_step", 1)) != 1:
         raise config.error("decoder_sparse_step", f"expected 1, since every layer must have experts, but got {step}")
-    experts, top_k = config.integer("num_experts", minimum=1), config.integer("num_experts_per_tok", minimum=1)
+    count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # what transformers 5 writes, or else 4
+    experts, top_k = config.integer(count, minimum=1), config.integer("num_experts_per_tok", minimum=1)
     width = config.integer("moe_intermediate_size", minimum=1)
     return shape | {"experts": _made(config, lambda: Moe(experts, top_k, width))}
 

@@ -135,6 +135,20 @@ def _mlp(t: Transformer, weights: Weights, at: str, x_BSH: torch.Tensor) -> torc
     return _linear(weights, f"{at}.down", up, stored_in_out=True)
 
 
+def _experts(t: Transformer, weights: Weights, at: str, x_BSH: torch.Tensor) -> torch.Tensor:
+    """Each token's experts, one after another, weighted by the softmax over all experts, which for those chosen is made 1."""
+    moe = t.experts
+    assert moe is not None
+    routed_BSE = torch.softmax(_linear(weights, f"{at}.router", x_BSH), dim=-1)
+    chosen_BSK = routed_BSE.topk(moe.top_k, dim=-1)
+    shares_BSK = chosen_BSK.values / chosen_BSK.values.sum(-1, keepdim=True)
+    y_BSH = torch.zeros_like(x_BSH)
+    for number in range(moe.experts):
+        share_BS = (shares_BSK * (chosen_BSK.indices == number)).sum(-1)
+        y_BSH = y_BSH + share_BS[..., None] * _mlp(t, weights, f"{at}.experts.{number}", x_BSH)
+    return y_BSH + _mlp(t, weights, f"{at}.shared", x_BSH) if moe.shared_experts else y_BSH
+
+
 def reference_logits(transformer: Transformer, weights: Weights, tokens_BS: torch.Tensor) -> torch.Tensor:
     """logits_BSV over the vocabulary without its padding."""
     t = transformer
@@ -144,7 +158,8 @@ def reference_logits(transformer: Transformer, weights: Weights, tokens_BS: torc
     for layer in range(t.layers):
         at = f"layers.{layer}"
         x_BSH = x_BSH + _attention(t, weights, f"{at}.attention", _norm(t, weights, f"{at}.attention_norm", x_BSH))
-        x_BSH = x_BSH + _mlp(t, weights, f"{at}.mlp", _norm(t, weights, f"{at}.mlp_norm", x_BSH))
+        inner = _mlp if t.experts is None else _experts
+        x_BSH = x_BSH + inner(t, weights, f"{at}.mlp", _norm(t, weights, f"{at}.mlp_norm", x_BSH))
     if t.final_norm:
         x_BSH = _norm(t, weights, "head.norm", x_BSH)
     output = weights["embedding.tokens.weight" if t.tied_embeddings else "head.output.weight"]

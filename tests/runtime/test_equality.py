@@ -17,7 +17,7 @@ from runtime.settings import Settings, check_runnable
 from sim.spec.counts import RECOMPUTE
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 from tests.runtime.reference import initial_weights, train
 from tests.runtime.workers import WORKERS, Order, Outcome, Workers, token_file
 from tests.strategies import plans
@@ -43,6 +43,10 @@ GPT = Transformer(
     max_positions=128,
     tied_embeddings=True,
 )
+
+MIXTURE = dataclasses.replace(LLAMA, name="small-mixtral", experts=Moe(experts=6, top_k=2, ffn=24))
+SHARED = dataclasses.replace(NORMED, name="small-shared", experts=Moe(experts=4, top_k=3, ffn=16, shared_experts=2, shared_ffn=8))
+RELU_MIXTURE = dataclasses.replace(GPT, name="small-switch", mlp_bias=False, activation="relu", experts=Moe(4, 1, 32))
 
 
 def pipeline(micro_batch: int, micro_batches: int, *stages: tuple[object, ...]) -> Pipeline:
@@ -283,6 +287,60 @@ PLANS = {
         overlap_gradients=False,
         sequence_slices=2,
     ),
+    "experts on one device": plan_of(MIXTURE, pipeline(2, 2, ((0, 4), (0,)))),
+    "experts, stages of unlike degrees, recomputed": plan_of(
+        SHARED, pipeline(2, 3, ((0, 2), (0, 1), "full"), ((2, 3), (2,), "pointwise"), ((3, 4), (3, 4), "selective"))
+    ),
+    "experts, sequence parallel, beside another degree": plan_of(
+        MIXTURE, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), pipeline(1, 3, ((0, 4), (4,), "pointwise")), sequence_parallel=True
+    ),
+    "experts, zero 3, uneven replicas": plan_of(
+        RELU_MIXTURE, pipeline(3, 2, ((0, 2), ((0,), 1), ((1, 2), 2)), ((2, 4), ((3,), 2), ((4,), 1))), zero_stage=3
+    ),
+    "experts, zb-1p, pointwise recomputed": plan_of(
+        SHARED, pipeline(1, 4, ((0, 2), (0, 1), "pointwise"), ((2, 4), (2,), "pointwise")), schedule="zb-1p"
+    ),
+    "experts, slices": plan_of(MIXTURE, pipeline(2, 2, ((0, 2), (0,), "full"), ((2, 4), (1, 2))), sequence_slices=4),
+    "divided experts, two pipelines": plan_of(
+        MIXTURE, pipeline(1, 3, ((0, 4), (0,))), pipeline(2, 3, ((0, 4), (1,))), expert_parallel=2
+    ),
+    "divided experts, three replicas in any order, recomputed": plan_of(
+        MIXTURE, pipeline(4, 2, ((0, 4), ((4,), 1), ((0,), 2), ((2,), 1), "full")), expert_parallel=3, zero_stage=0
+    ),
+    "experts, three pipelines, degrees 2 in any order, zero 1": plan_of(
+        SHARED,
+        pipeline(1, 2, ((0, 4), (5, 0), "pointwise")),
+        pipeline(1, 2, ((0, 4), (1, 2))),
+        pipeline(2, 1, ((0, 4), (3, 4))),
+        zero_stage=1,
+    ),
+    "divided experts, tensor and sequence parallel, zero 2": plan_of(
+        SHARED,
+        pipeline(1, 2, ((0, 4), (3, 0), "full")),
+        pipeline(2, 2, ((0, 4), (1, 2), "full")),
+        expert_parallel=2,
+        zero_stage=2,
+        sequence_parallel=True,
+    ),
+    "divided experts, stages, zero 3, some held twice": plan_of(
+        RELU_MIXTURE,
+        pipeline(3, 2, ((0, 3), ((0,), 1), ((1,), 2)), ((3, 4), ((2,), 2), ((3,), 1), "full")),
+        expert_parallel=2,
+        zero_stage=3,
+    ),
+    "divided experts, four replicas of two parts, zero 1": plan_of(
+        MIXTURE, pipeline(4, 2, ((0, 4), ((0,), 1), ((1,), 1), ((2,), 1), ((3,), 1))), expert_parallel=2, zero_stage=1
+    ),
+    "divided experts, context ranks, sequence parallel": plan_of(
+        MIXTURE, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), expert_parallel=2, context_parallel=2, sequence_parallel=True
+    ),
+    "divided experts, zb-2p": plan_of(
+        MIXTURE,
+        pipeline(1, 4, ((0, 2), (0,)), ((2, 4), (1,))),
+        pipeline(2, 4, ((0, 2), (2,), "pointwise"), ((2, 4), (3,), "selective")),
+        expert_parallel=2,
+        schedule="zb-2p",
+    ),
     "context, two ranks": plan_of(LLAMA, pipeline(2, 2, ((0, 4), (0, 1))), context_parallel=2),
     "context, four ranks in any order, recomputed": plan_of(
         LLAMA, pipeline(2, 2, ((0, 4), (2, 0, 3, 1), "selective")), context_parallel=4
@@ -407,11 +465,11 @@ class Devices:
 
 @st.composite
 def runnable_plans(draw: DrawFn) -> Plan:
-    """Random plans of up to WORKERS devices that the runtime accepts, of small models of both families.
+    """Random plans of up to WORKERS devices that the runtime accepts, of small models of all families.
 
     In some of them each device is two context ranks.
     """
-    base = draw(st.sampled_from((LLAMA, GPT)))
+    base = draw(st.sampled_from((LLAMA, GPT, MIXTURE)))
     model = dataclasses.replace(base, layers=draw(st.integers(1, 4)), tied_embeddings=draw(st.booleans()), name="random")
     ranks = draw(st.sampled_from((1, 1, 2)))
     plan = draw(plans(Devices(devices=Devices().devices[: WORKERS // ranks]), model))  # type: ignore[arg-type]

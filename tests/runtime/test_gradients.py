@@ -39,7 +39,8 @@ def test_every_number_that_a_device_holds_is_in_one_slice_of_it(plan: Plan) -> N
         for layers in lane_sections(plan.transformer, lane):
             slices, shared = section_slices(plan, program, ranks, lane, layers)
             assert shared == any(isinstance(i, ReduceGradients) and i.layers == layers for i in lane.instructions)
-            for index, rank in ((index, rank) for group in ranks[lane.name] for index, rank in enumerate(group)):
+            places = ((context, *place) for context, group in enumerate(ranks[lane.name]) for place in enumerate(group))
+            for context, index, rank in places:
                 rows: Counter[tuple[str, int]] = Counter()
                 for s in slices:
                     for piece in s.pieces if rank in s.ranks else ():
@@ -47,7 +48,7 @@ def test_every_number_that_a_device_holds_is_in_one_slice_of_it(plan: Plan) -> N
                         rows.update((piece.parameter.name, row) for row in range(piece.start, piece.stop))
                 held = Counter(
                     (parameter.name, row)
-                    for parameter in section_parameters(plan.transformer, lane, layers)
+                    for parameter in section_parameters(plan, lane, layers, context)
                     for row in range(*rows_of(parameter, index, lane.tensor_parallel))
                 )
                 assert rows == held
@@ -57,12 +58,17 @@ def test_every_number_that_a_device_holds_is_in_one_slice_of_it(plan: Plan) -> N
 def test_the_lanes_of_a_plan_hold_the_whole_model_in_every_pipeline(name: str) -> None:
     plan = PLANS[name]
     program = check_runnable(plan, settings_of(plan, None))  # type: ignore[arg-type]
-    for p in range(len(plan.pipelines)):
-        names = {
+    whole = {parameter.name for parameter in model_parameters(plan.transformer)}
+    held = [
+        {
             parameter.name
             for lane in program.lanes
             if lane.pipeline == p
             for layers in lane_sections(plan.transformer, lane)
-            for parameter in section_parameters(plan.transformer, lane, layers)
+            for context in range(plan.context_parallel)
+            for parameter in section_parameters(plan, lane, layers, context)
         }
-        assert names == {parameter.name for parameter in model_parameters(plan.transformer)}
+        for p in range(len(plan.pipelines))
+    ]
+    assert set.union(*held) == whole
+    assert plan.expert_parallel > 1 or all(names == whole for names in held)  # of divided experts a pipeline may have some

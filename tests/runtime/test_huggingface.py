@@ -22,6 +22,7 @@ from tests.runtime.reference import reference_logits
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+TYPES = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt2"
 LLAMA: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -66,6 +67,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2-window": lambda: make("Qwen2", use_sliding_window=True, max_window_layers=0, sliding_window=5),
     "qwen3": lambda: make("Qwen3", num_key_value_heads=2, head_dim=24),
     "qwen3-window": lambda: make("Qwen3", head_dim=8, use_sliding_window=True, max_window_layers=0, sliding_window=5),
+    "mixtral": lambda: make("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    "qwen3-moe": lambda: make("Qwen3Moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True),
     "gpt2": lambda: make("GPT2", layer_norm_epsilon=1e-4),
     "gpt2-untied": lambda: make("GPT2", tie_word_embeddings=False, n_inner=40),
 }
@@ -113,6 +116,13 @@ def expected(model: Any, parameter: Parameter) -> torch.Tensor:
         }
     else:
         name = name.replace("layers.", "model.layers.")
+        if parameter.expert is not None:
+            at, number = f"{name.partition('.experts.')[0]}.experts", parameter.expert
+            if name.endswith("down.weight"):
+                return state[f"{at}.down_proj"][number].T
+            return state[f"{at}.gate_up_proj"][number].chunk(2)[name.endswith("up.weight")]
+        if "mlp.router" in name:
+            return state[name.replace("mlp.router", "mlp.gate")]
         if name.endswith("attention.output.weight"):
             return state[name.replace("attention.output", "self_attn.o_proj")].T
         if name.endswith("mlp.down.weight"):
@@ -281,10 +291,10 @@ LLAMA_3_SCALING = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0}
             "rope_parameters.partial_rotary_factor: expected 1",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, but got 'gelu'"),
-        ({"model_type": "opt"}, "model_type: expected one of llama, mistral, qwen2, qwen3, gpt2, but got 'opt'"),
+        ({"model_type": "opt"}, f"model_type: expected one of {TYPES}, but got 'opt'"),
         (
             {"model_type": "lama"},
-            "model_type: expected one of llama, mistral, qwen2, qwen3, gpt2, but got 'lama'; did you mean llama?",
+            f"model_type: expected one of {TYPES}, but got 'lama'; did you mean llama?",
         ),
         ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
     ],
@@ -438,7 +448,7 @@ def test_a_folder_that_holds_anything_is_left_as_it_is(llama: Path, tmp_path: Pa
         ({"norm": "layernorm"}, "llama, has norm rmsnorm, but the model has layernorm"),
         ({"position": "alibi"}, "llama, has position rotary, but the model has alibi"),
         ({"final_norm": False}, "llama, has final_norm True, but the model has False"),
-        ({"experts": Moe(4, 2, 48)}, "llama, has experts None, but the model has Moe("),
+        ({"experts": Moe(4, 2, 48, 1, 16)}, "mixtral, has experts Moe(experts=4, top_k=2, ffn=48, shared_experts=0"),
         ({"position": "learned", "max_positions": 16}, "gpt2, has kv_heads 4, but the model has 2"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,15 +24,16 @@ from runtime.parameters import (
 )
 from sim.spec.counts import layer_parameters_at, total_parameters
 from sim.spec.reading import InputError
-from sim.spec.transformer import Transformer, presets
+from sim.spec.transformer import Moe, Transformer, presets
 from tests.runtime.test_equality import GPT, LLAMA
 
-DENSE = [t for t in presets().values() if t.experts is None and t.position != "alibi" and not t.projected_embeddings]
+RUNNABLE = [t for t in presets().values() if t.position != "alibi" and not t.projected_embeddings]
+RUNNABLE.append(replace(presets()["mixtral-8x7b"], name="shared", experts=Moe(8, 2, 14336, shared_experts=2, shared_ffn=4096)))
 
 
-@pytest.mark.parametrize("name", [t.name for t in DENSE])
+@pytest.mark.parametrize("name", [t.name for t in RUNNABLE])
 def test_a_model_has_as_many_numbers_as_the_simulator_counts(name: str) -> None:
-    model = next(t for t in DENSE if t.name == name)
+    model = next(t for t in RUNNABLE if t.name == name)
     assert sum(parameter.size for parameter in model_parameters(model)) == total_parameters(model)
 
 

@@ -9,7 +9,7 @@ import pytest
 from runtime.settings import Settings, check_runnable
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 
 MODEL = Transformer(name="small", layers=2, hidden=32, ffn=48, heads=4, vocab=96)
 PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"), 1),), ((0, 2),)),)),))
@@ -18,7 +18,6 @@ PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"),
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"expert_parallel": 2}, "the runtime cannot run expert_parallel 2; accepted: 1"),
         ({"shard_group": 1}, "the runtime cannot run shard_group 1; accepted: null"),
     ],
 )
@@ -52,3 +51,31 @@ def test_sequences_that_the_runtime_cannot_divide_are_refused(change: dict[str, 
     with pytest.raises(InputError) as caught:
         check_runnable(dataclasses.replace(plan, **change), settings)  # type: ignore[arg-type]
     assert str(caught.value) == error
+
+
+def test_pipelines_that_divide_experts_need_to_take_turns_alike() -> None:
+    settings = Settings(steps=1, data="tokens:x")
+    model = dataclasses.replace(MODEL, experts=Moe(experts=4, top_k=2, ffn=16))
+
+    def pipeline(device: str, micro_batches: int, layers: int) -> Pipeline:
+        stage = Stage((Replica((device,), 1),), ((0, 2),), "full", layers)
+        return Pipeline(1, micro_batches, (stage,))
+
+    def check(*pipelines: Pipeline) -> None:
+        batch = sum(one.sequences for one in pipelines)
+        check_runnable(Plan("one", model, 16, batch, pipelines, expert_parallel=2, zero_stage=0), settings)
+
+    check(pipeline("n/0", 2, 1), pipeline("n/1", 2, 1))
+    with pytest.raises(InputError) as caught:
+        check(pipeline("n/0", 2, 1), pipeline("n/1", 3, 1))
+    assert str(caught.value) == "with expert_parallel 2 the runtime needs as many micro-batches in every pipeline, but got 2, 3"
+    with pytest.raises(InputError) as caught:
+        check(pipeline("n/0", 2, 0), pipeline("n/1", 2, 1))
+    assert str(caught.value) == (
+        "with expert_parallel 2 the runtime needs as many layers of a stage recomputed in full in every pipeline, "
+        "but those of stage 0 recompute 0, 1"
+    )
+    with pytest.raises(InputError) as caught:
+        biased = dataclasses.replace(model, name="biased", mlp_bias=True)
+        check_runnable(dataclasses.replace(PLAN, model=biased), settings)
+    assert str(caught.value) == "the runtime cannot run experts with biases, which biased has"

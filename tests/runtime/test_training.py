@@ -42,6 +42,10 @@ TOKENS = 4000
         ("zero 1, tied, sequence parallel", "zero 3, two stages, uneven replicas"),
         ("ends alone", "tied embeddings over stages"),
         ("offloaded, zero 1, tied", "tied embeddings over stages"),
+        ("context, zero 3, uneven replicas, pointwise recomputed", "three stages, gpipe"),
+        ("unlike cuts", "context, four ranks in any order, recomputed"),
+        ("divided experts, four replicas of two parts, zero 1", "experts on one device"),
+        ("experts, zero 3, uneven replicas", "divided experts, stages, zero 3, some held twice"),
     ],
 )
 def test_a_training_goes_on_under_another_plan(before: str, after: str, workers: Workers, tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_what_goes_through_the_hosts_memory_arrives(name: str, workers: Workers,
     assert_equal(outcome, *reference(plan, chosen, torch.float64), tolerance=1e-8)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_hugging_face_model_goes_on_learning_by_a_plan(family: str, workers: Workers, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -229,6 +233,12 @@ def test_a_hugging_face_model_goes_on_learning_by_a_plan(family: str, workers: W
             vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
         )
         base = PLANS["degrees 2, 1 and 2 for the same layers"]
+    elif family == "mixtral":
+        config = transformers.MixtralConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+        )
+        config.num_local_experts = 6
+        base = PLANS["divided experts, context ranks, sequence parallel"]
     else:
         config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64, n_inner=64)
         config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0

@@ -384,6 +384,11 @@ def test_the_rotary_base_stands_in_its_own_key_or_inside_the_newer_ones() -> Non
     assert hugging_face(PYTHIA_1_4B | {"rotary_emb_base": 20_000}).rope_theta == 20_000
 
 
+def test_newer_versions_name_the_experts_of_qwen3_as_those_of_mixtral() -> None:
+    newer = {"num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_30B_A3B.items()}
+    assert hugging_face(newer) == hugging_face(QWEN3_30B_A3B)
+
+
 LLAMAS = [LLAMA_3_8B, MISTRAL_7B, QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B, MIXTRAL_8X7B]
 OTHERS = [GPT2, GPT_NEO_2_7B, PYTHIA_1_4B, OPT_350M]
 DEFAULTS = {"llama": (1e-6, 1e4), "mistral": (1e-6, 1e4), "qwen2": (1e-6, 1e4), "mixtral": (1e-5, 1e6), "gpt2": (1e-5, 1e4)}
