@@ -93,10 +93,21 @@ def work(
     tensor, context, expert = (_slowed(transfer, inner_scale(network, cost.stack, transfer)) for transfer in transfers)
     overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
-    after = together([_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
+    after = _in_turn(network, [_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
     if steps_s := ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction)):
         after = replace(after, latency_s=after.latency_s + steps_s)
     return Work(seconds, beside, after)
+
+
+def _in_turn(network: Network, transfers: Sequence[Transfer]) -> Transfer:
+    """Several transfers of which each waits for the one before, as one, which alone takes as long as all of them.
+
+    One by one they may be held up by different links, such as tensor ranks by NVLink and context ranks by the network, so that
+    the bytes on any link tell less than their time.
+    """
+    joined = together(transfers)
+    waits_s = sum(map(network.alone_s, transfers)) - network.alone_s(joined)
+    return replace(joined, latency_s=joined.latency_s + max(0.0, waits_s))
 
 
 def computing_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute | OptimizerStep) -> float:

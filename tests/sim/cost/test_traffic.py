@@ -15,7 +15,7 @@ from sim.cost.estimate import Estimate
 from sim.cost.network import Network, Transfer, together
 from sim.cost.traffic import Work, exchange, growth, message, work
 from sim.engine import simulate
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Intra
 from sim.spec.compile import compile_plan
 from sim.spec.counts import RECOMPUTE, layer_parameter_parts, layer_parameters
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
@@ -535,6 +535,40 @@ def test_what_of_the_keys_and_values_takes_longer_than_attention_is_exposed() ->
     assert found.alone_s(network) == pytest.approx(8.0)
     cost.attention = 8.0
     assert work(network, cost, lane, Forward(0, (0, LAYERS))).alone_s(network) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("group", ["context", "expert"])
+def test_what_waits_inside_a_node_and_then_for_the_network_takes_both_times(group: str) -> None:
+    # 2 s of all-reduces over NVLink ports, then 3 s over cards: neither hides behind the other, though no link is in both.
+    port = 10 * RATE
+    cluster = world(2, 2)
+    nodes = tuple(replace(node, intra=Intra("nvlink", port)) for node in cluster.nodes)
+    cluster = replace(cluster, nodes=nodes, fabric=replace(cluster.fabric, protocol_efficiency={"nvlink": 1.0, "ethernet": 1.0}))
+    if group == "context":
+        given = plan(["n0/0 n0/1 n1/0 n1/1"], context_parallel=2)
+        moved = TensorCollective("ring", 3 * RATE / 2, 1, "context")  # of both tensor ranks over one card
+    else:
+        given = plan(["n0/0 n0/1"], ["n1/0 n1/1"], model=MIXTURE, expert_parallel=2)
+        moved = TensorCollective("all_to_all", 3 * RATE, 1, "expert")  # of each tensor rank half
+    summed = TensorCollective("all_reduce", 2 * port, 1, "tensor")  # a ring of two: each port has the bytes once
+
+    class Given(ComputeCost):
+        found: tuple[TensorCollective, ...] = ()
+
+        def seconds(self, lane: Lane, instruction: object) -> float:
+            return 6.0
+
+        def attention_s(self, lane: Lane, instruction: object) -> float:
+            return 0.0
+
+        def collectives(self, lane: Lane, instruction: object) -> tuple[TensorCollective, ...]:
+            return self.found
+
+    cost, network, lane = Given(given, cluster), Network(cluster), compile_plan(given).lanes[0]
+    took = []
+    for cost.found in ((), (summed,), (moved,), (summed, moved)):
+        took.append(work(network, cost, lane, Forward(0, (0, LAYERS))).alone_s(network))
+    assert took == pytest.approx([6.0, 8.0, 9.0, 11.0], rel=1e-3)
 
 
 def test_each_context_rank_computes_its_part_of_every_sequence() -> None:
