@@ -68,10 +68,11 @@ class ContextGroup:
         """The context rank whose block is here after so many steps."""
         return self.ring[(self._at - step) % self.degree][1]
 
-    def pass_on(self, block: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
+    def pass_on(self, block: torch.Tensor, number: int, beside: bool = True) -> Callable[[], torch.Tensor]:
         """What waits for the block of the rank before, as this one's begins to go to the rank behind.
 
-        Messages of one number come one after another, those of two beside each other.
+        Messages of one number come one after another, those of two beside each other. `beside`: whether attention goes on
+        meanwhile.
         """
         at = self._at
         here, to, source = (self.ring[(at + step) % self.degree][0] for step in (0, 1, -1))
@@ -82,7 +83,8 @@ class ContextGroup:
                 receive(arriving, source, *self.channel(source, here, number)), send(block, to, *self.channel(here, to, number))
             )
 
-        work = begin() if self.pacer is None else self.pacer.exchange(begin)
+        begun_by = None if self.pacer is None else self.pacer.exchange if beside else self.pacer.collective
+        work = begin() if begun_by is None else begun_by(begin)
 
         def arrived() -> torch.Tensor:
             work.wait()
@@ -117,7 +119,8 @@ class _Kernel:
     """Attention to one block of keys, forward and backward, by the kernels of torch's own attention, below autograd.
 
     For the backward of a block needs what was read of all of them. On GPUs it is the flash kernel for half precision from
-    compute capability 8.0 on, which takes fewer heads of keys than of queries, else the memory-efficient one.
+    compute capability 8.0 on, which takes fewer heads of keys than of queries, and whose backward some GPUs lack for wider heads
+    than 192; else the memory-efficient one.
     """
 
     def __init__(self, query_BNSD: torch.Tensor) -> None:
@@ -125,7 +128,7 @@ class _Kernel:
         self._scale = 1 / math.sqrt(self._width)
         self._on_cpu = device.type == "cpu"
         half = query_BNSD.dtype in (torch.float16, torch.bfloat16)
-        self._flash = half and self._width <= 256 and not self._on_cpu and torch.cuda.get_device_capability(device) >= (8, 0)
+        self._flash = half and self._width <= 192 and not self._on_cpu and torch.cuda.get_device_capability(device) >= (8, 0)
         self._state: tuple[Any, ...] = ()
         """What a GPU's kernels left besides: of their random numbers, which without dropout are none."""
 
@@ -178,7 +181,8 @@ class _Kernel:
             )
             of_query, of_key, of_value = found
         else:
-            # It reads sums of 32 queries at once.
+            # It reads sums of 32 queries at once, and what was read as if the heads of a token lay side by side.
+            whole = whole.transpose(1, 2).contiguous().transpose(1, 2)
             sums_BNS = F.pad(sums_BNS, (0, -sums_BNS.shape[-1] % 32), value=torch.inf)
             key, value = _repeated(key, heads), _repeated(value, heads)
             of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -191,7 +195,8 @@ class _Kernel:
 
 def _padded(x_BNSD: torch.Tensor) -> torch.Tensor:
     """With heads of a width that the kernels of a GPU take, a multiple of 8; what is added are zeros, which change no score."""
-    return F.pad(x_BNSD, (0, -x_BNSD.shape[-1] % 8))
+    missing = -x_BNSD.shape[-1] % 8
+    return F.pad(x_BNSD, (0, missing)) if missing else x_BNSD
 
 
 def _repeated(x_BNKD: torch.Tensor, heads: int) -> torch.Tensor:
@@ -268,7 +273,8 @@ class _Ring(torch.autograd.Function):
                 of_block = torch.zeros_like(block) if arriving is None else arriving()
                 for whole, part in zip(_both(of_block), of_others, strict=True):
                     whole[:, :, keys] += part
-                arriving = group.pass_on(of_block, THEIR_GRADIENTS)
+                # The last step home has nothing to hide behind.
+                arriving = group.pass_on(of_block, THEIR_GRADIENTS, beside=step + 1 < group.degree)
             if coming is not None:
                 block = coming()
         assert arriving is not None  # a group has two ranks at least
@@ -279,10 +285,7 @@ class _Ring(torch.autograd.Function):
 
 
 @eager
-def ring_attention(
-    query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor, group: ContextGroup
-) -> torch.Tensor:
-    """What the queries read, (B, N, S, D), of the keys and values of all ranks under a causal mask."""
-    block_2SBND = torch.stack((key_SBND, value_SBND))
+def ring_attention(query_SBND: torch.Tensor, block_2SBND: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """What the queries read, (B, N, S, D), of all ranks' blocks of keys and values under a causal mask."""
     read: torch.Tensor = _Ring.apply(query_SBND, block_2SBND, group)  # type: ignore[no-untyped-call]
     return read

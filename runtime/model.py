@@ -373,8 +373,9 @@ class Layer(nn.Module):
 
     @eager
     def _read_around(self, query_SBND: torch.Tensor, key_SBND: torch.Tensor, value_SBND: torch.Tensor) -> torch.Tensor:
-        query_SBND = query_SBND.contiguous()  # a copy, as of the keys and values, so that those need not be kept twice
-        read_BNSD = self._around_core(ring_attention, query_SBND, key_SBND, value_SBND, self.context)
+        # Copies, also where they are all that is kept, so that nothing else of query, key and value need be.
+        query_SBND, block_2SBND = query_SBND.contiguous(), torch.stack((key_SBND, value_SBND))
+        read_BNSD = self._around_core(ring_attention, query_SBND, block_2SBND, self.context)
         return read_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     @eager

@@ -190,9 +190,12 @@ def is_partial(parameter: Parameter, tensor_parallel: int, sequence_parallel: bo
 
 
 def check_degree(
-    transformer: Transformer, tensor_parallel: int, sequence_length: int, sequence_parallel: bool, sequence_slices: int = 1
+    transformer: Transformer, tensor_parallel: int, length: int, sequence_parallel: bool, what: str = "sequence length"
 ) -> None:
-    """Nothing. Raises InputError where a tensor-parallel group of this many ranks cannot share a layer."""
+    """Nothing. Raises InputError where a tensor-parallel group of this many ranks cannot share a layer.
+
+    `length` are its tokens of a sequence at once, by the name that a message gives them.
+    """
     t, degree = transformer, tensor_parallel
     if t.heads % degree:
         raise InputError(f"the {t.heads} heads of {t.name} do not divide by the tensor-parallel degree {degree}")
@@ -200,10 +203,10 @@ def check_degree(
         raise InputError(
             f"the {t.kv_heads} key-value heads of {t.name} neither divide by the tensor-parallel degree {degree} nor divide it"
         )
-    length = sequence_length // sequence_slices
     if sequence_parallel and length % degree:
-        of = f"sequence length {length}" if sequence_slices == 1 else f"length {length} of a slice of the sequences"
-        raise InputError(f"with sequence parallelism the tensor-parallel degree must divide the {of}, but got {degree}")
+        raise InputError(
+            f"with sequence parallelism the tensor-parallel degree must divide the {what} {length}, but got {degree}"
+        )
 
 
 @dataclass(frozen=True)

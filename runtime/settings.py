@@ -158,8 +158,10 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
     _check_experts(plan)
     program = compile_plan(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
-        length = plan.sequence_length // plan.context_parallel
-        check_degree(t, degree, length, plan.sequence_parallel, plan.sequence_slices)
+        what = "sequence length"
+        if plan.sequence_slices > 1 or plan.context_parallel > 1:
+            what = f"length of {'a slice' if plan.sequence_slices > 1 else 'the part of a context rank'} of the sequences"
+        check_degree(t, degree, plan.slice_length // plan.context_parallel, plan.sequence_parallel, what)
     dry_run(program)
     return program
 

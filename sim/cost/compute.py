@@ -336,6 +336,13 @@ class ComputeCost:
             return count * layer.attention_s
         return count * layer.attention_backward_s + (full + selective) * layer.attention_s
 
+    def beside_ring(self, lane: Lane, instruction: Compute) -> float:
+        """The share of the steps of a ring in an instruction beside which there is attention: all but the gradients' last."""
+        if isinstance(instruction, Forward):
+            return 1.0
+        count, full, selective, _, _, _ = self._inside(lane, instruction.layers)
+        return 1 - count / ((2 * count + full + selective) * (lane.context_parallel - 1)) if count else 1.0
+
     def beside_ring_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of attention in an instruction to the keys of other context ranks, beside which their blocks come."""
         ranks = lane.context_parallel

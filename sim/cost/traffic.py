@@ -83,8 +83,9 @@ def work(
 
     Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest as
     fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's keys
-    and values: what of their transfer takes longer is exposed, as is what the steps of rings over nodes take longer. Where
-    messages keep a stage, their seconds are in those of the instructions that they come before and after.
+    and values: what of their transfer takes longer is exposed, and so are the last step of their gradients, and what the steps
+    of rings over nodes take longer. Where messages keep a stage, their seconds are in those of the instructions that they come
+    before and after.
     """
     seconds = computing_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
@@ -123,7 +124,7 @@ def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s:
 
     `tensor_s` and `context_s`: what these collectives take alone; see `work`.
     """
-    hidden = min(1.0, cost.beside_ring_s(lane, instruction) / context_s) if context_s else 0.0
+    hidden = min(cost.beside_ring(lane, instruction), cost.beside_ring_s(lane, instruction) / context_s) if context_s else 0.0
     return _overlapped(cost.stack, tensor_s, cost.gap_s(lane, instruction) if tensor_s else 0.0), hidden
 
 

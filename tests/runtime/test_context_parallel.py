@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from queue import SimpleQueue
 
 import pytest
@@ -14,6 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.context_parallel import ContextGroup, _Kernel, ring_attention, stretches
+from runtime.model import ModelPart
+from runtime.tensor_parallel import TensorGroup
+from tests.runtime.reference import rough_weights, sections_of
+from tests.runtime.test_equality import LLAMA
+from tests.runtime.test_model import kept_bytes
 
 Channels = dict[tuple[int, int, int], "SimpleQueue[torch.Tensor]"]
 
@@ -26,7 +32,7 @@ class Thread(ContextGroup):
     moved: list[int] = field(default_factory=list)
     """Numbers of each message that it sent."""
 
-    def pass_on(self, block: torch.Tensor, number: int) -> Callable[[], torch.Tensor]:
+    def pass_on(self, block: torch.Tensor, number: int, beside: bool = True) -> Callable[[], torch.Tensor]:
         at = next(at for at, (_, context) in enumerate(self.ring) if context == self.index)
         here, to, source = (self.ring[(at + step) % self.degree][0] for step in (0, 1, -1))
         self.channels[here, to, number].put(block.clone())
@@ -73,7 +79,7 @@ def test_it_reads_and_teaches_what_whole_sequences_do(
 
     def work(group: Thread) -> list[torch.Tensor]:
         mine = [group.rows(part.detach()).to(dtype).requires_grad_() for part in whole]
-        found = ring_attention(*mine, group)
+        found = ring_attention(mine[0], torch.stack(mine[1:]), group)
         found.backward(group.rows(given_BNSD.permute(2, 0, 1, 3)).permute(1, 2, 0, 3).to(dtype))
         assert all(part.grad is not None and part.grad.dtype == dtype for part in mine)
         return [found.detach().permute(2, 0, 1, 3), *(part.grad for part in mine if part.grad is not None)]
@@ -89,6 +95,26 @@ def test_it_reads_and_teaches_what_whole_sequences_do(
         # Keys and values once round in the forward, and in the backward once more with their gradients behind them.
         block = 2 * length // len(ranks) * sequences * heads[1] * width
         assert group.moved == [block] * (3 * (len(ranks) - 1))
+
+
+class Mirror(ContextGroup):
+    """A rank whose peer has the same tokens: nothing that it computes is right but how much is kept."""
+
+    def pass_on(self, block: torch.Tensor, number: int, beside: bool = True) -> Callable[[], torch.Tensor]:
+        return block.clone
+
+
+def test_what_is_kept_is_of_a_ranks_own_tokens() -> None:
+    kept: dict[tuple[int, str], float] = {}
+    for ranks, mode in product((1, 2), ("none", "selective", "full")):
+        context = None if ranks == 1 else Mirror(0, 2, ((0, 0), (1, 1)), lambda *_: pytest.fail("no messages"))
+        sections = sections_of(LLAMA, rough_weights(LLAMA, 0, torch.float32))
+        part = ModelPart(LLAMA, (1, 2), sections, TensorGroup(0, 1, None), False, False, [mode], context=context)
+        kept[ranks, mode] = kept_bytes(part, torch.randn(64, 2, LLAMA.hidden, requires_grad=True))
+    stream = 64 * 2 * LLAMA.hidden * 4
+    assert kept[2, "none"] <= kept[1, "none"] + 0.6 * stream  # keys and values have a copy
+    assert kept[2, "selective"] < kept[2, "none"]  # what was read the output matrix keeps, too
+    assert kept[2, "full"] == kept[1, "full"]
 
 
 @given(degree=st.integers(2, 9), each=st.integers(1, 7))

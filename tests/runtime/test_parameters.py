@@ -115,7 +115,7 @@ def test_what_a_group_cannot_share_is_told(heads: int, kv_heads: int, degree: in
 
 def test_with_sequence_parallelism_a_group_shares_each_slice() -> None:
     model = Transformer(name="m", layers=1, hidden=48, ffn=48, heads=4, kv_heads=4, vocab=10)
-    check_degree(model, 4, 24, sequence_parallel=True, sequence_slices=2)
-    check_degree(model, 4, 24, sequence_parallel=False, sequence_slices=4)
-    with pytest.raises(InputError, match="must divide the length 6 of a slice of the sequences, but got 4"):
-        check_degree(model, 4, 24, sequence_parallel=True, sequence_slices=4)
+    check_degree(model, 4, 12, sequence_parallel=True)
+    check_degree(model, 4, 6, sequence_parallel=False)
+    with pytest.raises(InputError, match="must divide the length of a slice of the sequences 6, but got 4"):
+        check_degree(model, 4, 6, sequence_parallel=True, what="length of a slice of the sequences")

@@ -53,6 +53,22 @@ def test_sequences_that_the_runtime_cannot_divide_are_refused(change: dict[str, 
     assert str(caught.value) == error
 
 
+@pytest.mark.parametrize(
+    ("change", "of"),
+    [
+        ({"context_parallel": 2, "sequence_length": 20}, "length of the part of a context rank of the sequences 10"),
+        ({"sequence_slices": 2, "sequence_length": 20}, "length of a slice of the sequences 10"),
+    ],
+)
+def test_tensor_ranks_that_cannot_divide_their_part_of_the_sequences_are_refused(change: dict[str, object], of: str) -> None:
+    devices = tuple(f"n/{index}" for index in range(4 * int(str(change.get("context_parallel", 1)))))
+    pipeline = Pipeline(1, 1, (Stage((Replica(devices, 1),), ((0, 2),)),))
+    plan = dataclasses.replace(PLAN, pipelines=(pipeline,), sequence_parallel=True, **change)  # type: ignore[arg-type]
+    with pytest.raises(InputError) as caught:
+        check_runnable(plan, Settings(steps=1, data="tokens:x"))
+    assert str(caught.value) == f"with sequence parallelism the tensor-parallel degree must divide the {of}, but got 4"
+
+
 def test_pipelines_that_divide_experts_need_to_take_turns_alike() -> None:
     settings = Settings(steps=1, data="tokens:x")
     model = dataclasses.replace(MODEL, experts=Moe(experts=4, top_k=2, ffn=16))

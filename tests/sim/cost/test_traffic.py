@@ -535,6 +535,10 @@ def test_what_of_the_keys_and_values_takes_longer_than_attention_is_exposed() ->
     assert found.alone_s(network) == pytest.approx(8.0)
     cost.attention = 8.0
     assert work(network, cost, lane, Forward(0, (0, LAYERS))).alone_s(network) == pytest.approx(6.0)
+    # Of the six steps of a backward, three of keys and values and three of their gradients, the last is beside nothing.
+    assert work(network, cost, lane, Backward(0, (0, LAYERS))).alone_s(network) == pytest.approx(6.0 + 5 / 6)
+    cost.attention = 4.0
+    assert work(network, cost, lane, Backward(0, (0, LAYERS))).alone_s(network) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("group", ["context", "expert"])
