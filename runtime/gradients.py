@@ -136,9 +136,14 @@ def section_slices(
     plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]], lane: Lane, layers: LayerRange
 ) -> tuple[tuple[Slice, ...], bool]:
     """The slices of a section of a lane, and whether other lanes share it (then the program reduces it)."""
+    members, shared = _members(program, lane, layers)
+    return slices(plan, members, ranks, layers), shared
+
+
+def _members(program: Program, lane: Lane, layers: LayerRange) -> tuple[list[Lane], bool]:
+    """The lanes that share a section of a lane, and whether the program reduces it."""
     reduction = next((i for i in lane.instructions if isinstance(i, ReduceGradients) and i.layers == layers), None)
-    members = [lane] if reduction is None else [program.by_name[name] for name in program.members[reduction]]
-    return slices(plan, members, ranks, layers), reduction is not None
+    return [lane] if reduction is None else [program.by_name[name] for name in program.members[reduction]], reduction is not None
 
 
 def _sums(piece_slice: Slice, shared: bool) -> bool:
@@ -149,10 +154,14 @@ def _sums(piece_slice: Slice, shared: bool) -> bool:
 def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[tuple[int, ...]]:
     """The sets of ranks that sum gradients together, of all lanes."""
     found: set[tuple[int, ...]] = set()
+    seen: set[tuple[LayerRange, tuple[str, ...]]] = set()
     for lane in program.lanes:
         for layers in lane_sections(plan.transformer, lane):
-            piece_slices, shared = section_slices(plan, program, ranks, lane, layers)
-            found |= {s.ranks for s in piece_slices if _sums(s, shared)}
+            members, shared = _members(program, lane, layers)
+            key = layers, tuple(member.name for member in members)
+            if key not in seen:  # all of them have the same slices
+                seen.add(key)
+                found |= {s.ranks for s in slices(plan, members, ranks, layers) if _sums(s, shared)}
     return found
 
 
@@ -317,8 +326,11 @@ class Gradients:
         """
         flat = self._section_gradient(layers)
         found = self.slices[layers]
+        last = next((gradient for gradient in reversed(found) if len(gradient.slice.ranks) > 1), None)
         for gradient in found:
-            self._begin(gradient, flat, done if gradient is found[-1] else None, waits)
+            self._begin(gradient, flat, done if gradient is last else None, waits)
+        if last is None:  # of divided experts that nobody else has
+            done()
         if layers not in self._flat:
             # What is scattered is kept until it is: of no more than two sections, as the simulator's estimate has it.
             sections = list(dict.fromkeys(pending.gradient.section.layers for pending in self._pending))

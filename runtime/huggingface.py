@@ -149,6 +149,7 @@ class HuggingFaceWeights:
         """Looks at the names, shapes and types of all tensors; reads no numbers."""
         self._folder = folder
         self._files: dict[Path, Any] = {}
+        self._names: dict[Path, set[str]] = {}
         self._file_of = self._tensors()
         prefix = "model."
         if model_type == "gpt2":  # whose published weights are those of the model without its head, and have no prefix
@@ -175,7 +176,8 @@ class HuggingFaceWeights:
         """The file of each tensor, by its name."""
         whole, index = self._folder / WEIGHTS_FILE, self._folder / INDEX_FILE
         if whole.exists():
-            return dict.fromkeys(self._open(whole).keys(), whole)
+            self._open(whole)
+            return dict.fromkeys(self._names[whole], whole)
         if not index.exists():
             raise InputError(f"{self._folder}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}, which weights are read from")
         names = Table(read_json(index), str(index)).table("weight_map")
@@ -189,6 +191,7 @@ class HuggingFaceWeights:
                 raise InputError(f"{path}: there is no such file")
             try:
                 self._files[path] = safetensors.safe_open(path, framework="pt")
+                self._names[path] = set(self._files[path].keys())
             except OSError as error:
                 raise InputError(f"{path}: cannot be read ({error})") from None
             except safetensors.SafetensorError as error:
@@ -201,7 +204,7 @@ class HuggingFaceWeights:
             raise InputError(f"{self._folder}: the tensor {place.name} is missing")
         path = self._file_of[place.name]
         file = self._open(path)
-        if place.name not in file.keys():  # noqa: SIM118  (it is not a mapping either)
+        if place.name not in self._names[path]:
             raise InputError(f"{path}: the tensor {place.name} is missing, which {INDEX_FILE} says is there")
         tensor = file.get_slice(place.name)
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()

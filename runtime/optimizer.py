@@ -297,6 +297,7 @@ class Optimizer:
         `done` is called when that has ended, by any thread; `waits` when this one begins to wait for it.
         """
         masters = [master for master in self._masters[layers] if master.gradient.scattered]
+        last = next((master for master in reversed(masters) if len(master.gradient.slice.ranks) > 1), None)
         for master in masters:
             gradient = master.gradient
             ranks = gradient.slice.ranks
@@ -307,10 +308,12 @@ class Optimizer:
                 continue
             everything = mine.new_empty(gradient.padded)
             work = all_gather(everything, mine, self._world.group(ranks))
-            told = done if master is masters[-1] else None
+            told = done if master is last else None
             if told is not None:
                 tell_when_done(work, told, mine)
             self._gathers.append(_Gather(master, work, everything, told, waits))
+        if last is None:  # of divided experts that nobody else has
+            done()
         # Gathered numbers exist twice until they are in their places: of two sections, not of all.
         waiting = list(dict.fromkeys(gather.master.gradient.section.layers for gather in self._gathers))
         for oldest in waiting[:-2]:

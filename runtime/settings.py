@@ -155,8 +155,8 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
         if value != accepted:
             raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
     _check_context(plan)
-    _check_experts(plan)
     program = compile_plan(plan)
+    _check_experts(plan)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
         what = "sequence length"
         if plan.sequence_slices > 1 or plan.context_parallel > 1:

@@ -250,7 +250,8 @@ def _check_facts(checkpoint: Path, facts: Mapping[str, Any], plan: Plan, setting
     table.table("model")
     ours = to_table(plan.transformer)
     theirs = facts["model"]
-    for key in sorted((set(ours) | set(theirs)) - {"name"}):
+    unused = {"name", "ffn"} if plan.transformer.experts is not None else {"name"}
+    for key in sorted((set(ours) | set(theirs)) - unused):
         if ours.get(key) != theirs.get(key):
             name, wanted = plan.transformer.name, ours.get(key)
             raise InputError(f"{checkpoint}: is of another model: its {key} is {theirs.get(key)}, but that of {name} is {wanted}")

@@ -91,6 +91,9 @@ def test_pipelines_that_divide_experts_need_to_take_turns_alike() -> None:
         "with expert_parallel 2 the runtime needs as many layers of a stage recomputed in full in every pipeline, "
         "but those of stage 0 recompute 0, 1"
     )
+    stages = (Stage((Replica(("n/1",), 1),), ((0, 1),)), Stage((Replica(("n/2",), 1),), ((1, 2),)))
+    with pytest.raises(InputError, match="needs pipelines of equal cuts"):
+        check(pipeline("n/0", 2, 0), Pipeline(1, 2, stages))
     with pytest.raises(InputError) as caught:
         biased = dataclasses.replace(model, name="biased", mlp_bias=True)
         check_runnable(dataclasses.replace(PLAN, model=biased), settings)
