@@ -82,19 +82,19 @@ def test_no_interleaved_grid_is_faster_where_that_is_faster_than_any_other() -> 
 
 
 def test_no_grid_is_faster_that_divides_long_sequences() -> None:
-    # Three heads, so that tensor parallelism divides nothing by 2; and two nodes, over which a ring goes.
-    model = replace(SMALL, name="long", layers=6, heads=3, kv_heads=3, hidden=1536, head_dim=512)
-    world, work = cluster(*(node(name, "A100-40GB-SXM", 2, "nvlink") for name in "ab")), job(model, 16384, 4)
+    # Three heads, so that tensor parallelism divides nothing by 2, and fewer sequences than GPUs.
+    model = replace(SMALL, name="long", layers=2, heads=3, kv_heads=3, hidden=1536, head_dim=512)
+    world, work = cluster(node("a", "A100-40GB-SXM", 4, "nvlink")), job(model, 16384, 2)
     judge, names = simulation(world, work), [device.name for device in world.devices]
     seconds: dict[int, float] = {}
-    for ranks, depth, size, mode, zero in product((1, 2, 4), (1, 2, 4), (1, 2, 4), ("none", "selective", "full"), (0, 1)):
+    for ranks, depth, size, mode, zero in product((1, 2, 4), (1, 2), (1, 2), ("none", "selective", "full"), (0, 1)):
         data = 4 // (ranks * depth)
-        if data * ranks * depth != 4 or 4 % (data * size):
+        if data * ranks * depth != 4 or 2 % (data * size):
             continue
         draft = tuple(
             Pipeline(
                 size,
-                4 // (data * size),
+                2 // (data * size),
                 tuple(
                     stage(names[(s * data + d) * ranks :][:ranks], cut, size, mode)
                     for s, cut in enumerate(ranges(even_split(model.layers, depth)))
@@ -108,7 +108,7 @@ def test_no_grid_is_faster_that_divides_long_sequences() -> None:
     result = plan(world, work, "megatron", budget_s=600)
     assert result.plan is not None and result.cost is not None
     assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
-    assert seconds[2] < 0.95 * min(seconds[1], seconds[4]) and result.plan.context_parallel == 2
+    assert min(seconds[2], seconds[4]) < 0.8 * seconds[1] and result.plan.context_parallel > 1
 
 
 def found(planner_world: str = "homogeneous") -> Plan:
