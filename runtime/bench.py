@@ -466,7 +466,7 @@ def _made_layer(
     layer = Layer(model, section, 0, TensorGroup(0, 1, None), "none")
     for norm in (layer.attention_norm, layer.mlp_norm):
         norm.weight_H.data.fill_(1)
-    rotary = rotary_tables(model, shape["sequence_length"], device, dtype)
+    rotary = rotary_tables(model, [(0, shape["sequence_length"])], device, dtype)
     x_SBH = _random(shape["sequence_length"], shape["sequences"], shape["hidden"], case=case, device=device).requires_grad_()
 
     def forward() -> torch.Tensor:

@@ -61,27 +61,27 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, going: list[int], coming: list[int], among: ExpertGroup, group: TensorGroup
+        ctx: Any, x_TH: torch.Tensor, going: list[int], coming: list[int], expert_group: ExpertGroup, group: TensorGroup
     ) -> torch.Tensor:
-        ctx.going, ctx.coming, ctx.among, ctx.group = going, coming, among, group
-        return _exchanged(x_TH, going, coming, among, group)
+        ctx.going, ctx.coming, ctx.expert_group, ctx.group = going, coming, expert_group, group
+        return _exchanged(x_TH, going, coming, expert_group, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return _exchanged(gradients[0], ctx.coming, ctx.going, ctx.among, ctx.group), None, None, None, None
+        return _exchanged(gradients[0], ctx.coming, ctx.going, ctx.expert_group, ctx.group), None, None, None, None
 
 
-def _sent(x_TH: torch.Tensor, going: list[int], coming: list[int], among: ExpertGroup, group: TensorGroup) -> torch.Tensor:
-    sent: torch.Tensor = _Sent.apply(x_TH, going, coming, among, group)  # type: ignore[no-untyped-call]
+def _sent(x_TH: torch.Tensor, going: list[int], coming: list[int], expert_group: ExpertGroup, group: TensorGroup) -> torch.Tensor:
+    sent: torch.Tensor = _Sent.apply(x_TH, going, coming, expert_group, group)  # type: ignore[no-untyped-call]
     return sent
 
 
 def _exchanged(
-    x_TH: torch.Tensor, going: Sequence[int], coming: Sequence[int], among: ExpertGroup, group: TensorGroup
+    x_TH: torch.Tensor, going: Sequence[int], coming: Sequence[int], expert_group: ExpertGroup, group: TensorGroup
 ) -> torch.Tensor:
     arriving = x_TH.new_empty(sum(coming), *x_TH.shape[1:])
     x_TH = x_TH.contiguous()
-    group.begun(lambda: all_to_all(arriving, x_TH, coming, going, among.process_group)).wait()
+    group.begun(lambda: all_to_all(arriving, x_TH, coming, going, expert_group.process_group)).wait()
     return arriving
 
 
@@ -97,12 +97,12 @@ class Experts(nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor],
         remakes_activation: bool = False,
         deferred: DeferredWeights | None = None,
-        among: ExpertGroup | None = None,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         assert transformer.experts is not None
         self.moe, at = transformer.experts, f"layers.{layer_index}.mlp"
-        self.group, self.deferred, self.among = group, deferred, among
+        self.group, self.deferred, self.expert_group = group, deferred, expert_group
         self.activation, self.remakes_activation = activation, remakes_activation
 
         def matrices(name: str) -> tuple[nn.Parameter, nn.Parameter]:
@@ -110,11 +110,11 @@ class Experts(nn.Module):
             return section.parameter(*(f"{name}.{part}.weight" for part in ups)), section.parameter(f"{name}.down.weight")
 
         self.router_EH = section.parameter(f"{at}.router.weight")
-        index, degree = (0, 1) if among is None else (among.index, among.degree)
+        index, degree = (0, 1) if expert_group is None else (expert_group.index, expert_group.degree)
         self.own = [matrices(f"{at}.experts.{number}") for number in experts_of(self.moe.experts, index, degree)]
         self.shared = matrices(f"{at}.shared") if self.moe.shared_experts else None
         # Experts in the order in which the ranks of the process group have them, so that what goes to one lies side by side.
-        order = (0,) if among is None else among.order
+        order = (0,) if expert_group is None else expert_group.order
         slots = [number for index in order for number in experts_of(self.moe.experts, index, degree)]
         self.slot_of = torch.tensor(slots, device=self.router_EH.device).argsort()
 
@@ -144,22 +144,22 @@ class Experts(nn.Module):
 
     def _made(self, sent: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """What the experts make of rows that lie expert by expert, so many of each: of those of other ranks there."""
-        among = self.among
-        if among is None:
+        expert_group = self.expert_group
+        if expert_group is None:
             return self._each(sent, counts_E.tolist())
         arriving_E = torch.empty_like(counts_E)
         each = len(self.own)
-        rows = [each] * among.degree
-        self.group.begun(lambda: all_to_all(arriving_E, counts_E, rows, rows, among.process_group)).wait()
-        coming_RE, going_RE = arriving_E.view(among.degree, each), counts_E.view(among.degree, each)
+        rows = [each] * expert_group.degree
+        self.group.begun(lambda: all_to_all(arriving_E, counts_E, rows, rows, expert_group.process_group)).wait()
+        coming_RE, going_RE = arriving_E.view(expert_group.degree, each), counts_E.view(expert_group.degree, each)
         coming, going = coming_RE.sum(1).tolist(), going_RE.sum(1).tolist()
-        here = _sent(sent, going, coming, among, self.group)
+        here = _sent(sent, going, coming, expert_group, self.group)
         # From rank by rank, in each expert by expert, to expert by expert.
-        number = torch.arange(each, device=sent.device).repeat(among.degree).repeat_interleave(coming_RE.flatten())
+        number = torch.arange(each, device=sent.device).repeat(expert_group.degree).repeat_interleave(coming_RE.flatten())
         order = number.argsort(stable=True)
         back = order.argsort()
         made = self._each(_rows(here, order, back), coming_RE.sum(0).tolist())
-        return _sent(_rows(made, back, order), coming, going, among, self.group)
+        return _sent(_rows(made, back, order), coming, going, expert_group, self.group)
 
     def _each(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """What this rank's experts make of rows that lie expert by expert, so many of each."""

@@ -43,11 +43,14 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 # --- Positions -------------------------------------------------------------------------------------------------------
 
 
-def rotary_tables(transformer: Transformer, length: int, device: torch.device, dtype: torch.dtype, start: int = 0) -> Rotary:
-    """The rotary tables of `length` tokens from position `start` on, computed in fp32 (fp64 for fp64) and rounded to `dtype`."""
+def rotary_tables(
+    transformer: Transformer, stretches: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
+) -> Rotary:
+    """The rotary tables of some stretches of positions, computed in fp32 (fp64 for fp64) and rounded to `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, transformer.head_dim, 2, dtype=wide, device=device) / transformer.head_dim
-    angles = torch.outer(torch.arange(start, start + length, dtype=wide, device=device), 1.0 / transformer.rope_theta**exponents)
+    positions = torch.cat([torch.arange(start, stop, dtype=wide, device=device) for start, stop in stretches])
+    angles = torch.outer(positions, 1.0 / transformer.rope_theta**exponents)
     return angles.cos().to(dtype)[:, None, None], angles.sin().to(dtype)[:, None, None]
 
 
@@ -290,7 +293,7 @@ class Layer(nn.Module):
         compiled: bool = False,
         deferred: DeferredWeights | None = None,
         context: ContextGroup | None = None,
-        among: ExpertGroup | None = None,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         t, at = transformer, f"layers.{layer_index}"
@@ -315,7 +318,7 @@ class Layer(nn.Module):
         remakes_activation = recompute == "pointwise" and recomputes_activation(t)
         self.experts: Experts | None = None
         if t.experts is not None:
-            self.experts = Experts(t, section, layer_index, group, self.activation, remakes_activation, deferred, among)
+            self.experts = Experts(t, section, layer_index, group, self.activation, remakes_activation, deferred, expert_group)
         else:
             self.up_weight = section.parameter(*(f"{name}.weight" for name in ups))
             self.up_bias = fused(ups, "bias", t.mlp_bias)
@@ -485,7 +488,7 @@ class ModelPart(nn.Module):
         deferred: DeferredWeights | None = None,
         sequence_slices: int = 1,
         context: ContextGroup | None = None,
-        among: ExpertGroup | None = None,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         t, numbers = transformer, range(*layers)
@@ -494,7 +497,7 @@ class ModelPart(nn.Module):
         self.transformer, self.group, self.context = transformer, group, context
         self.embedding = Embedding(t, sections[0, 0], group, context) if embedding else None
         self.layers = nn.ModuleList(
-            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred, context, among)
+            Layer(t, _section_of(sections, number), number, group, mode, compile_layers, deferred, context, expert_group)
             for number, mode in zip(numbers, recompute, strict=True)
         )
         tied = sections[0, 0] if head and t.tied_embeddings else None
@@ -555,9 +558,7 @@ class ModelPart(nn.Module):
         if key not in self._tables:
             t, alike = self.transformer, (x_SBH.device, x_SBH.dtype)
             here = place_stretches(length, place, self.context)
-            tables = [rotary_tables(t, stop - start, *alike, start) for start, stop in here] if t.position == "rotary" else []
-            cosines, sines = (torch.cat(parts) for parts in zip(*tables, strict=True)) if tables else (None, None)
-            rotary = None if cosines is None or sines is None else (cosines, sines)
+            rotary = rotary_tables(t, here, *alike) if t.position == "rotary" else None
             mask_SK = None
             if self.context is None:  # whose ring knows what its ranks see
                 start = place * length

@@ -99,7 +99,7 @@ class Trainer:
         self.gradients = Gradients(world, sections, gradient_dtype)
         deferred = DeferredWeights(self.gradients.accumulate) if lane.splits_backward else None
         group = dataclasses.replace(world.tensor_group(plan.sequence_parallel), pacer=self.pacer)
-        context, among = world.context_group(self.pacer), world.expert_group()
+        context, expert_group = world.context_group(self.pacer), world.expert_group()
         stage = plan.pipelines[lane.pipeline].stages[lane.stage]
         parts = {
             layers: ModelPart(
@@ -114,7 +114,7 @@ class Trainer:
                 deferred=deferred,
                 sequence_slices=plan.sequence_slices,
                 context=context,
-                among=among,
+                expert_group=expert_group,
             )
             for layers in model_parts(lane)
         }

@@ -12,9 +12,24 @@ from partition import plan
 from partition.drafts import Settings, make_plan, stage
 from partition.layers import even_split, ranges
 from sim.simulation import simulation
+from sim.spec.job import Job
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline, Plan
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
+
+
+def grid(names: list[str], devices: int, depth: int, work: Job, micro_batch: int, mode: str) -> tuple[Pipeline, ...]:
+    """Pipelines of so many stages of so many devices each, those of a stage's copies one after another."""
+    data = len(names) // (devices * depth)
+    cuts = ranges(even_split(work.model.layers, depth))
+    return tuple(
+        Pipeline(
+            micro_batch,
+            work.global_batch // (data * micro_batch),
+            tuple(stage(names[(s * data + d) * devices :][:devices], cut, micro_batch, mode) for s, cut in enumerate(cuts)),
+        )
+        for d in range(data)
+    )
 
 
 def test_no_grid_on_a_homogeneous_cluster_is_faster() -> None:
@@ -25,17 +40,7 @@ def test_no_grid_on_a_homogeneous_cluster_is_faster() -> None:
         data = 8 // (tensor * depth)
         if data * tensor * depth != 8 or 16 % (data * size):
             continue
-        draft = tuple(
-            Pipeline(
-                size,
-                16 // (data * size),
-                tuple(
-                    stage(names[(s * data + d) * tensor :][:tensor], cut, size, mode)
-                    for s, cut in enumerate(ranges(even_split(SMALL.layers, depth)))
-                ),
-            )
-            for d in range(data)
-        )
+        draft = grid(names, tensor, depth, work, size, mode)
         verdict = judge(make_plan(world, work, draft, Settings(zero_stage=zero, sequence_parallel=tensor > 1)))
         if isinstance(verdict, Cost):
             seconds.append(verdict.iteration_s)
@@ -91,17 +96,7 @@ def test_no_grid_is_faster_that_divides_long_sequences() -> None:
         data = 4 // (ranks * depth)
         if data * ranks * depth != 4 or 2 % (data * size):
             continue
-        draft = tuple(
-            Pipeline(
-                size,
-                2 // (data * size),
-                tuple(
-                    stage(names[(s * data + d) * ranks :][:ranks], cut, size, mode)
-                    for s, cut in enumerate(ranges(even_split(model.layers, depth)))
-                ),
-            )
-            for d in range(data)
-        )
+        draft = grid(names, ranks, depth, work, size, mode)
         verdict = judge(make_plan(world, work, draft, Settings(zero_stage=zero, context_parallel=ranks)))
         if isinstance(verdict, Cost):
             seconds[ranks] = min(seconds.get(ranks, math.inf), verdict.iteration_s)

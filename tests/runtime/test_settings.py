@@ -15,6 +15,15 @@ MODEL = Transformer(name="small", layers=2, hidden=32, ffn=48, heads=4, vocab=96
 PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"), 1),), ((0, 2),)),)),))
 
 
+def refusal(plan: Plan, **change: object) -> str:
+    """What is said of a plan that can be run when it has been changed so that it cannot."""
+    settings = Settings(steps=1, data="tokens:x")
+    assert check_runnable(plan, settings).lanes
+    with pytest.raises(InputError) as caught:
+        check_runnable(dataclasses.replace(plan, **change), settings)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -22,11 +31,7 @@ PLAN = Plan("one", MODEL, 16, 1, (Pipeline(1, 1, (Stage((Replica(("n/0", "n/1"),
     ],
 )
 def test_what_only_the_simulator_knows_is_refused_in_one_line(change: dict[str, object], error: str) -> None:
-    settings = Settings(steps=1, data="tokens:x")
-    assert check_runnable(PLAN, settings).lanes
-    with pytest.raises(InputError) as caught:
-        check_runnable(dataclasses.replace(PLAN, **change), settings)  # type: ignore[arg-type]
-    assert str(caught.value) == error
+    assert refusal(PLAN, **change) == error
 
 
 @pytest.mark.parametrize(
@@ -45,12 +50,7 @@ def test_what_only_the_simulator_knows_is_refused_in_one_line(change: dict[str, 
     ],
 )
 def test_sequences_that_the_runtime_cannot_divide_are_refused(change: dict[str, object], error: str) -> None:
-    settings = Settings(steps=1, data="tokens:x")
-    plan = dataclasses.replace(PLAN, context_parallel=2)
-    assert check_runnable(plan, settings).lanes
-    with pytest.raises(InputError) as caught:
-        check_runnable(dataclasses.replace(plan, **change), settings)  # type: ignore[arg-type]
-    assert str(caught.value) == error
+    assert refusal(dataclasses.replace(PLAN, context_parallel=2), **change) == error
 
 
 @pytest.mark.parametrize(
