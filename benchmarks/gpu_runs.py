@@ -8,6 +8,9 @@ A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; 
 and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
 runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
 plans. Every plan is trained as `motley run` does it, by a worker of its own.
+
+Plans of several devices are trained by as many workers that share the GPU through gloo: their peaks of memory are as on GPUs of
+their own, their times are not, and are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import os
 import statistics
 import sys
@@ -33,9 +37,12 @@ from sim.engine import simulate
 from sim.spec.bench import Bench, read_bench
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import write_file
-from sim.spec.transformer import Transformer, transformer
+from sim.spec.transformer import Moe, Transformer, transformer
 
 ROOT = Path(__file__).parents[1]
+
+STEPS_FOR_PEAKS = 3
+"""Of plans whose times are not looked at: the optimizer's states are there from the second on."""
 
 # --- Plans -----------------------------------------------------------------------------------------------------------
 
@@ -47,12 +54,23 @@ def plan(
     micro_batches: int,
     *,
     recompute: str = "none",
+    degree: int = 1,
+    copies: int = 1,
+    cuts: Sequence[Sequence[tuple[int, int]]] | None = None,
+    zero_stage: int = 0,
     **more: Any,
 ) -> Plan:
-    """A plan of one stage on one device."""
-    stage = Stage((Replica(("gpu/0",), micro_batch),), ((0, model.layers),), recompute)
-    pipeline = Pipeline(micro_batch, micro_batches, (stage,))
-    return Plan("one", model, sequence_length, pipeline.sequences, (pipeline,), zero_stage=0, **more)
+    """A plan of one stage on one device, or of `copies` pipelines with stages of these layers, each on `degree` devices."""
+    devices = (f"gpu/{number}" for number in itertools.count())
+    made = []
+    for _ in range(copies):
+        stages = []
+        for layers in cuts or [[(0, model.layers)]]:
+            own = tuple(itertools.islice(devices, degree))
+            stages.append(Stage((Replica(own, micro_batch),), tuple(layers), recompute))
+        made.append(Pipeline(micro_batch, micro_batches, tuple(stages)))
+    sequences = sum(one.sequences for one in made)
+    return Plan("one", model, sequence_length, sequences, tuple(made), zero_stage=zero_stage, **more)
 
 
 def plans() -> dict[str, Plan]:
@@ -65,6 +83,11 @@ def plans() -> dict[str, Plan]:
     whole = Transformer(name="llama-1.5b", layers=24, hidden=2048, ffn=7168, heads=16, vocab=32000)
     middle = replace(whole, name="llama-2048 of 8 layers", layers=8)
     wide, grouped, gpt = of("llama-2-7b", 6), of("llama-3-8b", 4), of("gpt3-1.3b", 8)
+    mixture = replace(middle, name="mixtral-2048 of 4 layers", layers=4, experts=Moe(8, 2, 3584))
+    fine = replace(middle, name="qwen3-moe-2048 of 3 layers", layers=3, experts=Moe(64, 8, 768))
+    shared = replace(middle, name="deepseek-2048 of 3 layers", layers=3, experts=Moe(32, 4, 1024, 2, 1024))
+    four, eight = replace(middle, name="llama-2048 of 4 layers", layers=4), replace(small, name="llama-768 of 8 layers", layers=8)
+    halves, quarters = [[(0, 2)], [(2, 4)]], [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 4)]]
     return {
         "small-1024": plan(small, 1024, 4, 4),
         "small-256": plan(small, 256, 4, 8),
@@ -85,6 +108,25 @@ def plans() -> dict[str, Plan]:
         "grouped-8192-1": plan(grouped, 8192, 1, 4),
         "gpt-2048-4": plan(gpt, 2048, 4, 4),
         "gpt-1024-2": plan(gpt, 1024, 2, 8),
+        "experts-4096-2": plan(mixture, 4096, 2, 4),
+        "experts-1024-8": plan(mixture, 1024, 8, 4),
+        "experts-recomputed": plan(mixture, 4096, 2, 4, recompute="full"),
+        "experts-many": plan(fine, 4096, 2, 4),
+        "experts-shared": plan(shared, 4096, 2, 4),
+        # By workers that share the GPU:
+        "tensor-2": plan(four, 4096, 2, 2, degree=2),
+        "tensor-2-sequence": plan(four, 4096, 2, 2, degree=2, sequence_parallel=True),
+        "stages-4": plan(four, 4096, 1, 6, cuts=quarters),
+        "stages-2-zb-1p": plan(four, 4096, 1, 4, cuts=halves, schedule="zb-1p"),
+        "stages-2-interleaved": plan(eight, 4096, 1, 4, cuts=[[(0, 2), (4, 6)], [(2, 4), (6, 8)]], schedule="interleaved"),
+        "zero-1": plan(four, 4096, 2, 2, copies=2, zero_stage=1),
+        "zero-3": plan(eight, 4096, 2, 2, copies=2, zero_stage=3),
+        "context-2": plan(four, 16384, 1, 2, degree=2, context_parallel=2),
+        "context-4": plan(four, 32768, 1, 2, degree=4, context_parallel=4),
+        "context-2-recomputed": plan(four, 16384, 1, 2, degree=2, context_parallel=2, recompute="full"),
+        "context-2-tensor-2": plan(four, 16384, 1, 2, degree=4, context_parallel=2, sequence_parallel=True),
+        "experts-divided": plan(mixture, 4096, 1, 2, copies=2, expert_parallel=2),
+        "experts-divided-tensor-2": plan(mixture, 4096, 1, 2, copies=2, degree=2, expert_parallel=2, sequence_parallel=True),
     }
 
 
@@ -102,13 +144,23 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -
         path = folder / "plans" / f"{name}.json"
         write_file(path, found.to_json(), replace=True)
         left.mkdir(parents=True, exist_ok=True)
+        workers = len(found.devices)
         settings = Settings(
-            steps=steps, data=f"text:{ROOT / 'experiments'}", device=device, results=left, quiet=True, timeout_s=120
+            steps=steps if workers == 1 else STEPS_FOR_PEAKS,
+            data=f"text:{ROOT / 'experiments'}",
+            device=device,
+            backend=None if workers == 1 else "gloo",
+            results=left,
+            quiet=True,
+            timeout_s=120,
         )
         port = 20_000 + (os.getpid() + number) % 20_000
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
-        _, status = os.waitpid(forked_worker(path, settings, world), 0)
-        if status or not is_written(left):
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | dict.fromkeys(
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workers)
+        )
+        started = [forked_worker(path, settings, world | {"RANK": str(rank)}) for rank in range(workers)]
+        failed = [process for process in started if os.waitpid(process, 0)[1]]
+        if failed or not is_written(left):
             print(f"{name}: the run failed", file=sys.stderr, flush=True)
             continue
         result = read_result(left)
@@ -120,35 +172,42 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -
 
 
 def row(name: str, result: RunResult, found: Bench | None) -> dict[str, Any]:
-    """What was measured of a plan, and simulated."""
+    """What was measured of a plan, and simulated; of several devices, the memory of the one whose peak is told worst."""
+    own, measured, counted = result.trace.plan, result.trace.peak_bytes, allocated_bytes(result.trace.plan)
+    device = max(measured, key=lambda name: abs(counted[name] / measured[name] - 1))
+    pipeline = own.pipelines[0]
+    line: dict[str, Any] = {
+        "plan": name,
+        "model": own.transformer.name,
+        "sequence": own.sequence_length,
+        "micro_batch": pipeline.micro_batch,
+        "micro_batches": pipeline.micro_batches,
+        **dict.fromkeys(TIMES),
+        "measured_bytes": measured[device],
+        "predicted_bytes": counted[device],
+    }
+    return line if len(measured) > 1 else line | times(name, result, found)
+
+
+TIMES = ("measured_s", "spread", "mfu", "shipped_s", "benched_s")
+"""What is not told of plans whose workers share the GPU."""
+
+
+def times(name: str, result: RunResult, found: Bench | None) -> dict[str, float | None]:
+    """How long a plan of one device took, and takes in simulation."""
     told = run_report(result, None, "cuda", through_host=False)
     if told.simulated is None:
         raise SystemExit(f"{name}: not simulated: {told.why_not}")
     from runtime.recorder import WARM_UP  # here, because it loads torch
 
-    own, steps_s = result.trace.plan, result.step_s[WARM_UP:]
-    pipeline, model = own.pipelines[0], own.transformer
-    quartiles_s = statistics.quantiles(steps_s, n=4)
-    peak_bytes = max(result.trace.peak_bytes.values())
-    line: dict[str, Any] = {
-        "plan": name,
-        "model": model.name,
-        "sequence": own.sequence_length,
-        "micro_batch": pipeline.micro_batch,
-        "micro_batches": pipeline.micro_batches,
-        "measured_s": result.iteration_s,
-        "spread": (quartiles_s[2] - quartiles_s[0]) / result.iteration_s,
-        "mfu": told.measured.mfu,
-        "shipped_s": told.simulated.iteration_s,
-        "benched_s": None,
-        "measured_bytes": peak_bytes,
-        "predicted_bytes": max(allocated_bytes(own).values()),
-    }
+    quartiles_s = statistics.quantiles(result.step_s[WARM_UP:], n=4)
+    benched_s = None
     if found is not None:
         assert found.stack is not None
         nodes = tuple([replace(node, gpu=found.gpu_kind) for node in told.cluster.nodes])
-        line["benched_s"] = simulate(own, replace(told.cluster, nodes=nodes, stack=found.stack)).iteration_s
-    return line
+        benched_s = simulate(result.trace.plan, replace(told.cluster, nodes=nodes, stack=found.stack)).iteration_s
+    spread = (quartiles_s[2] - quartiles_s[0]) / result.iteration_s
+    return dict(zip(TIMES, (result.iteration_s, spread, told.measured.mfu, told.simulated.iteration_s, benched_s), strict=True))
 
 
 def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
@@ -156,22 +215,26 @@ def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
     lines = [
         head,
         "",
-        "plan                  sequence  micro-batches  measured ms  spread %  MFU %  shipped %  benched %   peak GiB  counted %",
+        f"{'plan':24s}  sequence  micro-batches  measured ms  spread %  MFU %  shipped %  benched %  peak GiB  counted %",
     ]
 
     def error(line: Mapping[str, Any], predicted: str, measured: str) -> float | None:
         return None if line[predicted] is None else 100 * (line[predicted] / line[measured] - 1)
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:+.1f}"
+    def shown(value: float | None, form: str = "+.1f") -> str:
+        return "-" if value is None else format(value, form)
+
+    def hundredfold(value: float | None) -> float | None:
+        return None if value is None else 100 * value
 
     pairs = (("shipped_s", "measured_s"), ("benched_s", "measured_s"), ("predicted_bytes", "measured_bytes"))
     for line in rows:
         shipped, benched, counted = (shown(error(line, *pair)) for pair in pairs)
+        measured = "-" if line["measured_s"] is None else f"{1e3 * line['measured_s']:.1f}"
+        spread, mfu = (shown(hundredfold(line[name]), ".1f") for name in ("spread", "mfu"))
         lines.append(
-            f"{line['plan']:21s} {line['sequence']:8d} {line['micro_batches']:7d} x {line['micro_batch']:<3d} "
-            f"{1e3 * line['measured_s']:13.1f} {100 * line['spread']:9.1f} {100 * line['mfu']:6.1f} {shipped:>10s} "
-            f"{benched:>10s} {line['measured_bytes'] / 2**30:10.2f} {counted:>10s}"
+            f"{line['plan']:25s} {line['sequence']:8d} {line['micro_batches']:7d} x {line['micro_batch']:<3d} {measured:>13s} "
+            f"{spread:>9s} {mfu:>6s} {shipped:>10s} {benched:>10s} {line['measured_bytes'] / 2**30:9.2f} {counted:>10s}"
         )
     lines.append("")
     for word, pair in zip(("shipped", "benched", "counted"), pairs, strict=True):

@@ -288,7 +288,8 @@ class Gradients:
 
     def _move(self, parameter: torch.Tensor) -> None:
         """Adds a gradient in the precision of training to the one that is kept."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # torch tells of a matrix whose gradient was put off, too
+            return
         self._views[id(parameter)].add_(parameter.grad)
         parameter.grad = None
 

@@ -185,13 +185,39 @@ def test_backwards_in_halves_give_the_same_training(name: str, delayed: bool, wo
 # --- Precisions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.03), ("fp16", 0.01)])
-def test_half_precision_stays_near_fp32(precision: str, tolerance: float, workers: Workers, tmp_path: Path) -> None:
-    plan = dataclasses.replace(PLANS["zero 1, unequal replicas"], precision=precision)
-    chosen = settings_of(plan, token_file(tmp_path, LLAMA.vocab, TOKENS), steps=8)
+TOLERANCES = {"bf16": 0.03, "fp16": 0.01}
+"""Of losses, against those of fp32."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("zero 1, unequal replicas", "fp16"),
+        ("zero 1, unequal replicas", "bf16"),
+        ("zb-1p, zero 2, two pipelines", "bf16"),
+        ("zb-v, zero 3, two pipelines", "bf16"),
+        ("slices, split 1f1b, sequence parallel", "bf16"),
+        ("divided experts, zb-2p", "bf16"),
+        ("context, zb-1p, beside a pipeline of another degree", "bf16"),
+    ],
+)
+def test_half_precision_stays_near_fp32(name: str, precision: str, workers: Workers, tmp_path: Path) -> None:
+    check_half(name, precision, workers, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("name", PLANS)
+def test_half_precision_of_every_plan_stays_near_fp32(name: str, precision: str, workers: Workers, tmp_path: Path) -> None:
+    check_half(name, precision, workers, tmp_path)
+
+
+def check_half(name: str, precision: str, workers: Workers, folder: Path) -> None:
+    plan = dataclasses.replace(PLANS[name], precision=precision)
+    chosen = settings_of(plan, token_file(folder, plan.transformer.vocab, TOKENS), steps=8)
     outcome = workers.train(Order(plan, chosen))
     losses, _ = reference(plan, chosen, torch.float32)
-    assert outcome.losses == pytest.approx(losses, abs=tolerance)
+    assert outcome.losses == pytest.approx(losses, abs=TOLERANCES[precision])
 
 
 @pytest.mark.parametrize(
