@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from runtime.collectives import Pending, receive, send
 from runtime.pacer import Pacer
@@ -118,31 +119,31 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class _Kernel:
     """Attention to one block of keys, forward and backward, by the kernels of torch's own attention, below autograd.
 
-    For the backward of a block needs what was read of all of them. On GPUs it is the flash kernel for half precision from
-    compute capability 8.0 on, which takes fewer heads of keys than of queries, and whose backward some GPUs lack for wider heads
-    than 192; else the memory-efficient one.
+    For the backward of a block needs what was read of all of them. On a GPU it is the kernel that torch takes for whole
+    sequences of these shapes, which is no slower in parts: cuDNN's, the flash kernel or the memory-efficient one.
     """
 
-    def __init__(self, query_BNSD: torch.Tensor) -> None:
-        device, self._width = query_BNSD.device, query_BNSD.shape[-1]
+    def __init__(self, query_BNSD: torch.Tensor, key_BNKD: torch.Tensor) -> None:
+        self._width = query_BNSD.shape[-1]
         self._scale = 1 / math.sqrt(self._width)
-        self._on_cpu = device.type == "cpu"
-        half = query_BNSD.dtype in (torch.float16, torch.bfloat16)
-        self._flash = half and self._width <= 192 and not self._on_cpu and torch.cuda.get_device_capability(device) >= (8, 0)
+        self._kind = None if query_BNSD.device.type == "cpu" else gpu_kernel(query_BNSD, key_BNKD)
         self._state: tuple[Any, ...] = ()
         """What a GPU's kernels left besides: of their random numbers, which without dropout are none."""
 
     def read(self, query_BNSD: torch.Tensor, key_BNKD: torch.Tensor, value_BNKD: torch.Tensor, causal: bool) -> Read:
         """What the queries read of the block, under a causal mask or of all of it."""
         aten, scale = torch.ops.aten, self._scale
-        if self._on_cpu:
+        if self._kind is None:
             read, sums = aten._scaled_dot_product_flash_attention_for_cpu(
                 query_BNSD, key_BNKD, value_BNKD, 0.0, causal, scale=scale
             )
             return read, sums
         heads, length = query_BNSD.shape[1:3]
         query, key, value = (_padded(part) for part in (query_BNSD, key_BNKD, value_BNKD))
-        if self._flash:
+        if self._kind == SDPBackend.CUDNN_ATTENTION:
+            read, sums, *state = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+            sums = sums.view(read.shape[:3])
+        elif self._kind == SDPBackend.FLASH_ATTENTION:
             read, sums, *state = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         else:
             key, value = _repeated(key, heads), _repeated(value, heads)
@@ -164,22 +165,27 @@ class _Kernel:
         """The gradients of the queries, keys and values, as far as this block goes; what was `read` is of all blocks."""
         aten, (read_BNSD, sums_BNS), scale = torch.ops.aten, read, self._scale
         sums_BNS = sums_BNS.contiguous()
-        if self._on_cpu:
+        if self._kind is None:
             found: Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient_BNSD, query_BNSD, key_BNKD, value_BNKD, read_BNSD, sums_BNS, 0.0, causal, scale=scale
             )
             return found
         heads, kv_heads = query_BNSD.shape[1], key_BNKD.shape[1]
         given, query, key, value, whole = map(_padded, (gradient_BNSD, query_BNSD, key_BNKD, value_BNKD, read_BNSD))
-        if self._flash:
-            cumulative_q, cumulative_k, _, _, seed, offset, *_ = self._state
-            longest = query.shape[2], key.shape[2]
-            found = aten._scaled_dot_product_flash_attention_backward(
-                *(given, query, key, value, whole, sums_BNS, cumulative_q, cumulative_k),
-                *(*longest, 0.0, causal, seed, offset),
+        longest = query.shape[2], key.shape[2]
+        if self._kind == SDPBackend.CUDNN_ATTENTION:
+            *cumulative, _, _, seed, offset, _ = self._state
+            of_query, of_key, of_value = aten._scaled_dot_product_cudnn_attention_backward(
+                *(given, query, key, value, whole, sums_BNS[..., None], seed, offset),
+                *(None, *cumulative, *longest, 0.0, causal),
                 scale=scale,
             )
-            of_query, of_key, of_value = found
+        elif self._kind == SDPBackend.FLASH_ATTENTION:
+            *cumulative, _, _, seed, offset, _ = self._state
+            of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_backward(
+                *(given, query, key, value, whole, sums_BNS, *cumulative, *longest, 0.0, causal, seed, offset),
+                scale=scale,
+            )
         else:
             # It reads sums of 32 queries at once, and what was read as if the heads of a token lay side by side.
             whole = whole.transpose(1, 2).contiguous().transpose(1, 2)
@@ -191,6 +197,15 @@ class _Kernel:
             )
             of_key, of_value = (part.unflatten(1, (kv_heads, -1)).sum(2) for part in (of_key, of_value))
         return of_query[..., : self._width], of_key[..., : self._width], of_value[..., : self._width]
+
+
+def gpu_kernel(query_BNSD: torch.Tensor, key_BNKD: torch.Tensor) -> SDPBackend:
+    """The kernel that torch's attention takes, where gradients are needed; the memory-efficient one where it takes none."""
+    query, key = (_padded(part.detach()).requires_grad_() for part in (query_BNSD, key_BNKD))
+    with torch.enable_grad():
+        number = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+    chosen = SDPBackend(number)
+    return chosen if chosen in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) else SDPBackend.EFFICIENT_ATTENTION
 
 
 def _padded(x_BNSD: torch.Tensor) -> torch.Tensor:
@@ -229,7 +244,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_SBND: torch.Tensor, block_2SBND: torch.Tensor, group: ContextGroup) -> torch.Tensor:
         query, length = query_SBND.permute(1, 2, 0, 3), len(query_SBND)
-        kernel, block = _Kernel(query), block_2SBND
+        kernel, block = _Kernel(query, _both(block_2SBND)[0]), block_2SBND
         wide = torch.promote_types(query.dtype, torch.float32)
         for step in range(group.degree):
             coming = group.pass_on(block, KEYS_AND_VALUES) if step + 1 < group.degree else None
@@ -240,10 +255,8 @@ class _Ring(torch.autograd.Function):
                 queries, keys = _parts(length, group.source(step), group.index)
                 more, more_sums = kernel.read(query[:, :, queries], key[:, :, keys], value[:, :, keys], causal=False)
                 before = sums[:, :, queries]
-                both = torch.logaddexp(before, more_sums)
-                read[:, :, queries] *= (before - both).exp_()[..., None]
-                read[:, :, queries] += more * (more_sums - both).exp_()[..., None]
-                sums[:, :, queries] = both
+                read[:, :, queries].lerp_(more.to(wide), (more_sums - before).sigmoid_()[..., None])  # by their sums
+                torch.logaddexp(before, more_sums, out=before)
             if coming is not None:
                 block = coming()
         read = read.to(query.dtype)

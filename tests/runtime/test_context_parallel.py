@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
+from runtime import context_parallel
 from runtime.context_parallel import ContextGroup, _Kernel, ring_attention, stretches
 from runtime.model import ModelPart
 from runtime.tensor_parallel import TensorGroup
@@ -126,15 +128,26 @@ def test_the_stretches_cover_a_sequence_and_are_as_much_work(degree: int, each: 
     assert len({sum(at + 1 for at in ats) for ats in of_ranks}) == 1  # keys that they see
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(torch.bfloat16, (8, 0)), (torch.float16, (7, 5)), (torch.float32, (9, 0))])
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def kernel_of(query: torch.Tensor, key: torch.Tensor, name: str | None, monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    """A GPU's kernel of this name, or the one that torch takes."""
+    if name is not None:
+        monkeypatch.setattr(context_parallel, "gpu_kernel", lambda *_: KERNELS[name])
+    return _Kernel(query, key)
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("width", [64, 20])
-def test_the_kernels_of_gpus_take_what_they_are_given(
-    dtype: torch.dtype, capability: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    query = torch.empty(2, 4, 6, width, dtype=dtype, device="meta")  # where torch has the shapes of all its kernels
-    key = torch.empty(2, 2, 10, width, dtype=dtype, device="meta")
-    kernel = _Kernel(query)
+def test_the_kernels_of_gpus_take_what_they_are_given(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.empty(2, 4, 6, width, dtype=torch.bfloat16, device="meta")  # where torch has the shapes of all its kernels
+    key = torch.empty(2, 2, 10, width, dtype=torch.bfloat16, device="meta")
+    kernel = kernel_of(query, key, name, monkeypatch)
     read = kernel.read(query, key, key, causal=False)
     found = kernel.backward(query, query, key, key, read, causal=False)
     assert read[0].shape == query.shape and read[1].shape == query.shape[:3]
@@ -142,12 +155,29 @@ def test_the_kernels_of_gpus_take_what_they_are_given(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), (torch.float32, 1e-4)])
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(96, 96, True), (50, 100, False), (100, 50, False), (7, 7, True)])
-@pytest.mark.parametrize(("width", "kv_heads"), [(64, 2), (20, 4)])
+@pytest.mark.parametrize(("width", "kv_heads"), [(64, 2), (128, 1), (20, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "name"),
+    [
+        *((torch.bfloat16, 0.05, name) for name in (*KERNELS, None)),
+        *((torch.float16, 0.01, name) for name in (*KERNELS, None)),
+        (torch.float32, 1e-4, None),
+    ],
+)
 def test_a_gpu_reads_what_the_processor_does(
-    dtype: torch.dtype, tolerance: float, queries: int, keys: int, causal: bool, width: int, kv_heads: int
+    dtype: torch.dtype,
+    tolerance: float,
+    name: str | None,
+    queries: int,
+    keys: int,
+    causal: bool,
+    width: int,
+    kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if name == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("torch takes cuDNN's kernel on Hopper and later GPUs alone")
     torch.manual_seed(0)
     query, key, value, given_BNSD = (
         torch.randn(2, heads, length, width, dtype=torch.float64).to(dtype).double().requires_grad_()
@@ -156,9 +186,13 @@ def test_a_gpu_reads_what_the_processor_does(
     whole = [part.repeat_interleave(4 // kv_heads, dim=1) for part in (key, value)]
     read = F.scaled_dot_product_attention(query, *whole, is_causal=causal)
     read.backward(given_BNSD.detach())
+    scores = query @ whole[0].transpose(-1, -2) / width**0.5
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1) if causal else torch.zeros(queries, keys, dtype=torch.bool)
     on_gpu = [part.detach().to("cuda", dtype) for part in (query, key, value, given_BNSD)]
-    kernel = _Kernel(on_gpu[0])
+    kernel = kernel_of(*on_gpu[:2], name, monkeypatch)
     found, sums = kernel.read(*on_gpu[:3], causal)
+    expected_sums = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(sums.double().cpu(), expected_sums.detach(), atol=tolerance, rtol=tolerance)
     gradients = kernel.backward(on_gpu[3], *on_gpu[:3], (found, sums), causal)
     for mine, expected in zip((found, *gradients), (read, query.grad, key.grad, value.grad), strict=True):
         assert expected is not None
