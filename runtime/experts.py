@@ -11,16 +11,18 @@ of tensor parallelism: each rank has its columns of every expert, sends all toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from runtime.collectives import all_to_all
 from runtime.parameters import Section, experts_of
-from runtime.tensor_parallel import DeferredWeights, Remade, TensorGroup, eager, enter, leave, own_linear
+from runtime.tensor_parallel import DeferredWeights, Gradients, Remade, TensorGroup, eager, enter, leave, own_linear
 from sim.spec.transformer import Transformer
 
 
@@ -85,6 +87,116 @@ def _exchanged(
     return arriving
 
 
+# --- Matrices of all experts -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows that lie group by group, one for each expert: `ends` (int32) is behind the last row of each."""
+
+    ends: torch.Tensor
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first row and the one behind the last of each group; a GPU is waited for."""
+        ends: list[int] = self.ends.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _at_once(*operands: torch.Tensor) -> bool:
+    """Whether the GPU has a kernel for the products of all groups, which also spares the host the numbers of rows.
+
+    Elsewhere torch's own function would ask for them and take the groups one by one. Its rows are of 16 bytes at least.
+    """
+    x = operands[0]
+    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+        return False
+    return all(operand.shape[-1] and operand.shape[-1] % 8 == 0 for operand in operands)
+
+
+def _products(x_TK: torch.Tensor, weight_EKN: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The rows y_TN of each group times its expert's matrix."""
+    if _at_once(x_TK, weight_EKN, weight_EKN.mT):
+        found: torch.Tensor = F.grouped_mm(x_TK, weight_EKN, offs=groups.ends)
+        return found
+    y_TN = x_TK.new_empty(len(x_TK), weight_EKN.shape[2])
+    for (start, stop), weight_KN in zip(groups.spans, weight_EKN, strict=True):
+        torch.mm(x_TK[start:stop], weight_KN, out=y_TN[start:stop])
+    return y_TN
+
+
+def _sums_of_products(x_TK: torch.Tensor, y_TN: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """For each expert the matrix x^T y (E, K, N) of its group's rows."""
+    if _at_once(x_TK, y_TN):
+        found: torch.Tensor = F.grouped_mm(x_TK.t(), y_TN, offs=groups.ends)
+        return found
+    sums_EKN = x_TK.new_empty(len(groups.spans), x_TK.shape[1], y_TN.shape[1])
+    for (start, stop), sum_KN in zip(groups.spans, sums_EKN, strict=True):
+        torch.mm(x_TK[start:stop].t(), y_TN[start:stop], out=sum_KN)
+    return sums_EKN
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x W^T of each group of rows with its expert's W, of which the weight has the rows one after another; x W if `transposed`.
+
+    With `remade`, as in a `_Linear` of `runtime.tensor_parallel`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        weight: torch.Tensor,
+        transposed: bool,
+        groups: Groups,
+        deferred: DeferredWeights | None,
+        remade: Remade | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_TK if remade is None else remade.base)
+        ctx.function = None if remade is None else remade.function
+        ctx.weight, ctx.transposed, ctx.groups, ctx.deferred = weight, transposed, groups, deferred
+        stacked = _stacked(weight, groups)
+        return _products(x_TK, stacked if transposed else stacked.mT, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, transposed, groups, function = ctx.weight, ctx.transposed, ctx.groups, ctx.function
+        gradient_TN = gradients[0].contiguous()
+        (kept,) = (saved.detach() for saved in ctx.saved_tensors)
+
+        def of_weights() -> Gradients:
+            with torch.no_grad():
+                x_TK = kept if function is None else function(kept)
+            rows, columns = (x_TK, gradient_TN) if transposed else (gradient_TN, x_TK)
+            return _sums_of_products(rows, columns, groups).view_as(weight), None
+
+        put_off = ctx.deferred is not None and ctx.deferred.put_off((weight, None), of_weights)
+        stacked = _stacked(weight, groups)
+        of_input = _products(gradient_TN, stacked.mT if transposed else stacked, groups) if ctx.needs_input_grad[0] else None
+        return of_input, None if put_off else of_weights()[0], None, None, None, None
+
+
+def _stacked(weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The experts' matrices, one behind another."""
+    return weight.detach().view(len(groups.ends), -1, weight.shape[-1])
+
+
+def _grouped_linear(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    transposed: bool,
+    groups: Groups,
+    deferred: DeferredWeights | None,
+    remade: Remade | None = None,
+) -> torch.Tensor:
+    detached = None if remade is None else replace(remade, base=remade.base.detach())
+    made: torch.Tensor = _GroupedLinear.apply(x_TK, weight, transposed, groups, deferred, detached)  # type: ignore[no-untyped-call]
+    return made
+
+
+# --- The mixture -----------------------------------------------------------------------------------------------------
+
+
 class Experts(nn.Module):
     """The experts of one layer, of which this rank has its part, and their router."""
 
@@ -105,18 +217,21 @@ class Experts(nn.Module):
         self.group, self.deferred, self.expert_group = group, deferred, expert_group
         self.activation, self.remakes_activation = activation, remakes_activation
 
-        def matrices(name: str) -> tuple[nn.Parameter, nn.Parameter]:
-            ups = ("gate", "up") if transformer.gated else ("up",)
-            return section.parameter(*(f"{name}.{part}.weight" for part in ups)), section.parameter(f"{name}.down.weight")
-
-        self.router_EH = section.parameter(f"{at}.router.weight")
+        ups = ("gate", "up") if transformer.gated else ("up",)
         index, degree = (0, 1) if expert_group is None else (expert_group.index, expert_group.degree)
-        self.own = [matrices(f"{at}.experts.{number}") for number in experts_of(self.moe.experts, index, degree)]
-        self.shared = matrices(f"{at}.shared") if self.moe.shared_experts else None
+        own = [f"{at}.experts.{number}" for number in experts_of(self.moe.experts, index, degree)]
+        self.router_EH = section.parameter(f"{at}.router.weight")
+        self.own_up = section.parameter(*(f"{name}.{part}.weight" for name in own for part in ups))
+        self.own_down = section.parameter(*(f"{name}.down.weight" for name in own))
+        self.shared: tuple[nn.Parameter, nn.Parameter] | None = None
+        if self.moe.shared_experts:
+            up = section.parameter(*(f"{at}.shared.{part}.weight" for part in ups))
+            self.shared = up, section.parameter(f"{at}.shared.down.weight")
         # Experts in the order in which the ranks of the process group have them, so that what goes to one lies side by side.
         order = (0,) if expert_group is None else expert_group.order
         slots = [number for index in order for number in experts_of(self.moe.experts, index, degree)]
         self.slot_of = torch.tensor(slots, device=self.router_EH.device).argsort()
+        self.numbers = torch.arange(len(slots), device=self.router_EH.device)
 
     @eager
     def forward(self, x_SBH: torch.Tensor, again: Remade | None = None) -> torch.Tensor:
@@ -132,42 +247,48 @@ class Experts(nn.Module):
         weight_TK = chosen_TK.softmax(-1).to(x_TH.dtype)
 
         slots = self.slot_of[expert_TK.flatten()]
-        order = slots.argsort(stable=True)
-        back = order.argsort()
+        sorted_slots, order = slots.sort(stable=True)
+        back = _inverse(order)
         sent = _rows(x_TH, order // moe.top_k, back)
-        made = self._made(sent, torch.bincount(slots, minlength=moe.experts))
+        made = self._made(sent, torch.searchsorted(sorted_slots, self.numbers, right=True, out_int32=True))
         returned_TKH = _rows(made, back, order).view(-1, moe.top_k, x_TH.shape[-1])
         y_TH = (returned_TKH * weight_TK[..., None]).sum(1)
         if self.shared is not None:
-            y_TH = y_TH + self._mlp(x_TH, self.shared, again)
+            up, down = self.shared
+            wide_TF = own_linear(x_TH, up, False, self.deferred, again)
+            y_TH = y_TH + own_linear(self.activation(wide_TF), down, True, self.deferred, self._remade(wide_TF[:, None]))
         return leave(y_TH.view_as(x_SBH), group)
 
-    def _made(self, sent: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """What the experts make of rows that lie expert by expert, so many of each: of those of other ranks there."""
+    def _made(self, sent: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """What the experts make of rows that lie expert by expert: of those of other ranks there."""
         expert_group = self.expert_group
         if expert_group is None:
-            return self._each(sent, counts_E.tolist())
+            return self._each(sent, Groups(ends_E))
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         arriving_E = torch.empty_like(counts_E)
-        each = len(self.own)
+        each = len(counts_E) // expert_group.degree
         rows = [each] * expert_group.degree
         self.group.begun(lambda: all_to_all(arriving_E, counts_E, rows, rows, expert_group.process_group)).wait()
         coming_RE, going_RE = arriving_E.view(expert_group.degree, each), counts_E.view(expert_group.degree, each)
         coming, going = coming_RE.sum(1).tolist(), going_RE.sum(1).tolist()
         here = _sent(sent, going, coming, expert_group, self.group)
         # From rank by rank, in each expert by expert, to expert by expert.
-        number = torch.arange(each, device=sent.device).repeat(expert_group.degree).repeat_interleave(coming_RE.flatten())
+        number = self.numbers[:each].repeat(expert_group.degree).repeat_interleave(coming_RE.flatten(), output_size=sum(coming))
         order = number.argsort(stable=True)
-        back = order.argsort()
-        made = self._each(_rows(here, order, back), coming_RE.sum(0).tolist())
+        back = _inverse(order)
+        made = self._each(_rows(here, order, back), Groups(coming_RE.sum(0).cumsum(0).to(torch.int32)))
         return _sent(_rows(made, back, order), coming, going, expert_group, self.group)
 
-    def _each(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """What this rank's experts make of rows that lie expert by expert, so many of each."""
-        parts: Sequence[torch.Tensor] = rows.split(counts)  # type: ignore[no-untyped-call]
-        return torch.cat([self._mlp(part, matrices) for part, matrices in zip(parts, self.own, strict=True)])
+    def _each(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """What this rank's experts make of rows that lie expert by expert."""
+        wide = _grouped_linear(rows, self.own_up, False, groups, self.deferred)
+        return _grouped_linear(self.activation(wide), self.own_down, True, groups, self.deferred, self._remade(wide))
 
-    def _mlp(self, x_TH: torch.Tensor, matrices: tuple[nn.Parameter, nn.Parameter], again: Remade | None = None) -> torch.Tensor:
-        up, down = matrices
-        wide = own_linear(x_TH, up, False, self.deferred, again)
-        remade = Remade(self.activation, wide[:, None]) if self.remakes_activation else None
-        return own_linear(self.activation(wide), down, True, self.deferred, remade)
+    def _remade(self, wide: torch.Tensor) -> Remade | None:
+        """How the input of a second matrix comes of the output of the first, where that is kept in its place."""
+        return Remade(self.activation, wide) if self.remakes_activation else None
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """Where each number of a permutation stands."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

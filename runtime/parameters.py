@@ -105,7 +105,10 @@ def _norm(t: Transformer, name: str, place: LayerRange) -> list[Parameter]:
 
 
 def _layer(t: Transformer, place: LayerRange) -> Iterable[Parameter]:
-    """One layer's parameters. Query, key and value follow one another, and gate and up, so that each is one matmul."""
+    """One layer's parameters. Query, key and value follow one another, and gate and up, so that each is one matmul.
+
+    So do all experts' gates and ups, and then all that lead down.
+    """
     at = f"layers.{place[0]}"
     query, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
     attention = (("query", query, "heads"), ("key", keys, "kv_heads"), ("value", keys, "kv_heads"))
@@ -124,8 +127,9 @@ def _layer(t: Transformer, place: LayerRange) -> Iterable[Parameter]:
     if t.experts is not None:
         moe = t.experts
         yield Parameter(f"{at}.mlp.router.weight", place, moe.experts, t.hidden, "in_part")
-        for number in range(moe.experts):
-            yield from _mlp(t, f"{at}.mlp.experts.{number}", place, moe.ffn, number)
+        experts = [list(_mlp(t, f"{at}.mlp.experts.{number}", place, moe.ffn, number)) for number in range(moe.experts)]
+        yield from (matrix for own in experts for matrix in own if matrix.initial != "residual")
+        yield from (matrix for own in experts for matrix in own if matrix.initial == "residual")
         if moe.shared_experts:
             yield from _mlp(t, f"{at}.mlp.shared", place, moe.shared_experts * moe.shared_ffn)
         return
