@@ -41,7 +41,7 @@ from sim.spec.transformer import Moe, Transformer, transformer
 
 ROOT = Path(__file__).parents[1]
 
-STEPS_FOR_PEAKS = 3
+STEPS_FOR_PEAKS = 2
 """Of plans whose times are not looked at: the optimizer's states are there from the second on."""
 
 # --- Plans -----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -
 
 def row(name: str, result: RunResult, found: Bench | None) -> dict[str, Any]:
     """What was measured of a plan, and simulated; of several devices, the memory of the one whose peak is told worst."""
-    own, measured, counted = result.trace.plan, result.trace.peak_bytes, allocated_bytes(result.trace.plan)
+    own, measured, counted = result.trace.plan, result.trace.peak_bytes, allocated_bytes(result.trace.plan, "cuda")
     device = max(measured, key=lambda name: abs(counted[name] / measured[name] - 1))
     pipeline = own.pipelines[0]
     line: dict[str, Any] = {

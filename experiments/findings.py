@@ -190,7 +190,8 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
     if not measured:
         _fill(run, report(trace, where))
     else:
-        run.peaks.setdefault(SIMULATED, allocated_bytes(plan))  # what a run can measure
+        device = "cpu" if run.told.get("peak_measured") else "cuda"
+        run.peaks.setdefault(SIMULATED, allocated_bytes(plan, device))  # what a run can measure
         run.links = run.links or report(trace, where).links
     return []
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from experiments.parallel import cores
 from sim.cost.memory import host_bytes, lane_parts
 from sim.spec.cluster import MOST_NODE_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
+from sim.spec.counts import PRECISION_BYTES
 from sim.spec.gpu import CPU, GpuKind, catalogue, gpu_kind, is_cpu
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
+from sim.spec.stack import stack
 
 if TYPE_CHECKING:
     from runtime.results import RunResult  # it would import torch
@@ -148,18 +150,24 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def allocated_bytes(plan: Plan) -> Mapping[str, int]:
-    """Bytes at the peak of every device without the CUDA context: what a run can measure, and all that a CPU needs."""
+def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
+    """Bytes at the peak of every device (cpu or cuda) without the CUDA context: what a run can measure, and all that a CPU needs.
+
+    On GPUs, whose peaks are told to the byte, with what the runtime's loss keeps: logits and their gradient in the training
+    precision, and no softmax, where the simulator takes one in fp32 for granted, and the gradient too.
+    """
+    element_bytes = PRECISION_BYTES[plan.precision]
+    lean = replace(stack("motley"), logits_scale=2 * element_bytes / (element_bytes + 8))
     return {
         name: parts.total - parts.context
-        for p, s, r, parts in lane_parts(plan)
+        for p, s, r, parts in lane_parts(plan, None if device == "cpu" else lean)
         for name in plan.pipelines[p].stages[s].replicas[r].devices
     }
 
 
 def too_large(plan: Plan) -> Infeasible | None:
     """Why the workers of the plan, all on this machine's CPUs, do not fit into its memory together; None where they do."""
-    need_bytes = sum(allocated_bytes(plan).values()) + sum(host_bytes(plan).values())
+    need_bytes = sum(allocated_bytes(plan, "cpu").values()) + sum(host_bytes(plan).values())
     have_bytes = machine_bytes()
     if need_bytes <= have_bytes:
         return None

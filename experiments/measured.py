@@ -107,7 +107,7 @@ def run_report(result: RunResult, cluster: Cluster | None, device: str, through_
             reason = infeasible(plan, cluster)
             if reason is not None and reason.reason != "memory":  # of which the run had enough
                 raise InputError(reason.message)
-            simulated_trace = replace(simulate(plan, cluster), peak_bytes=allocated_bytes(plan))
+            simulated_trace = replace(simulate(plan, cluster), peak_bytes=allocated_bytes(plan, device))
             simulated = report(simulated_trace, cluster, time.perf_counter() - began_s)
             simulated = _of_used_devices(simulated, result) if stands_in else simulated
         except InputError as error:

@@ -343,31 +343,69 @@ def vocabulary_embedding(tokens_SB: torch.Tensor, weight_VH: torch.Tensor, start
     return leave(x_SBH.masked_fill(elsewhere_SB[..., None], 0.0), group)
 
 
+LOSS_NUMBERS = 2**25
+"""Logits whose softmax is computed at once, in fp32: of all tokens together it would be the largest tensor of a training."""
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """The loss of `cross_entropy_sum`. Keeps the logits as they are, and their softmax only as its denominator."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_SBV: torch.Tensor, column_SB: torch.Tensor, here_SB: torch.Tensor, group: TensorGroup
+        ctx: Any, logits_TV: torch.Tensor, column_T: torch.Tensor, here_T: torch.Tensor, group: TensorGroup
     ) -> torch.Tensor:
-        wide_SBV = logits_SBV.to(_wide(logits_SBV))
-        maximum_SB = wide_SBV.amax(-1)
-        group.begun(lambda: all_reduce(maximum_SB, group.process_group, MAX)).wait()
-        target_SB = wide_SBV.gather(-1, column_SB[..., None])[..., 0] - maximum_SB
-        sum_SB = (wide_SBV - maximum_SB[..., None]).exp_().sum(-1)
-        both_2SB = torch.stack((sum_SB, target_SB.masked_fill(~here_SB, 0.0)))
-        group.begun(lambda: all_reduce(both_2SB, group.process_group)).wait()
-        log_SB = both_2SB[0].log()
-        ctx.save_for_backward(logits_SBV, maximum_SB + log_SB, column_SB, here_SB)
-        return (log_SB - both_2SB[1]).sum()
+        wide = _wide(logits_TV)
+        maximum_T = logits_TV.amax(-1).to(wide)
+        group.begun(lambda: all_reduce(maximum_T, group.process_group, MAX)).wait()
+        target_T = (logits_TV.gather(-1, column_T[:, None])[:, 0].to(wide) - maximum_T).masked_fill_(~here_T, 0.0)
+        sum_T = torch.empty_like(maximum_T)
+        for rows in _row_parts(logits_TV):
+            torch.sum((logits_TV[rows] - maximum_T[rows, None]).exp_(), -1, out=sum_T[rows])
+        both_2T = torch.stack((sum_T, target_T))
+        group.begun(lambda: all_reduce(both_2T, group.process_group)).wait()
+        log_T = both_2T[0].log()
+        ctx.save_for_backward(logits_TV, maximum_T + log_T, column_T, here_T)
+        return (log_T - both_2T[1]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits_SBV, denominator_SB, column_SB, here_SB = ctx.saved_tensors
-        of_logits_SBV = (logits_SBV.to(denominator_SB.dtype) - denominator_SB[..., None]).exp_()
-        one_hot_SB1 = here_SB[..., None].to(of_logits_SBV.dtype)
-        of_logits_SBV.scatter_add_(-1, column_SB[..., None], -one_hot_SB1)
-        return of_logits_SBV.mul_(gradients[0]).to(logits_SBV.dtype), None, None, None
+        logits_TV, denominator_T, column_T, here_T = ctx.saved_tensors
+        of_logits_TV = torch.empty_like(logits_TV)
+        for rows in _row_parts(logits_TV):
+            softmax = (logits_TV[rows] - denominator_T[rows, None]).exp_()
+            softmax.scatter_add_(-1, column_T[rows, None], -here_T[rows, None].to(softmax.dtype))
+            torch.mul(softmax, gradients[0], out=of_logits_TV[rows])
+        return of_logits_TV, None, None, None
+
+
+class _OwnCrossEntropySum(torch.autograd.Function):
+    """The same of a rank that has all columns: with fewer passes over them, for torch makes a softmax in one."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: torch.Tensor, label_T: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits_TV, label_T)
+        losses = [
+            F.nll_loss(F.log_softmax(logits_TV[rows], -1, dtype=_wide(logits_TV)), label_T[rows], reduction="sum")
+            for rows in _row_parts(logits_TV)
+        ]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_TV, label_T = ctx.saved_tensors
+        of_logits_TV = torch.empty_like(logits_TV)
+        for rows in _row_parts(logits_TV):
+            softmax = F.softmax(logits_TV[rows], -1, dtype=_wide(logits_TV))
+            softmax.scatter_add_(-1, label_T[rows, None], softmax.new_tensor(-1.0).expand(len(softmax), 1))
+            torch.mul(softmax, gradients[0], out=of_logits_TV[rows])
+        return of_logits_TV, None
+
+
+def _row_parts(logits_TV: torch.Tensor) -> list[slice]:
+    """The rows of logits, as many at a time as `LOSS_NUMBERS` allows."""
+    tokens, columns = logits_TV.shape
+    each = max(1, LOSS_NUMBERS // max(1, columns))
+    return [slice(start, start + each) for start in range(0, tokens, each)]
 
 
 def _wide(logits: torch.Tensor) -> torch.dtype:
@@ -381,11 +419,14 @@ def cross_entropy_sum(logits_SBV: torch.Tensor, labels_SB: torch.Tensor, start_r
     In fp32, or fp64 where the logits are; the same on all ranks. Every label is one of the ranks' columns; a rank may have none.
     """
     if group.process_group is None:
-        return F.cross_entropy(logits_SBV.to(_wide(logits_SBV)).flatten(0, 1), labels_SB.flatten(), reduction="sum")
+        own: torch.Tensor = _OwnCrossEntropySum.apply(logits_SBV.flatten(0, 1), labels_SB.flatten())  # type: ignore[no-untyped-call]
+        return own
     columns, column_SB = logits_SBV.shape[-1], labels_SB - start_row
     here_SB = (column_SB >= 0) & (column_SB < columns)
     if columns == 0:
         logits_SBV = F.pad(logits_SBV, (0, 1), value=-torch.inf)  # one column that adds nothing to the softmax
     column_SB = column_SB.clamp(0, max(columns, 1) - 1)
-    loss: torch.Tensor = _CrossEntropySum.apply(logits_SBV, column_SB, here_SB, group)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
+        logits_SBV.flatten(0, 1), column_SB.flatten(), here_SB.flatten(), group
+    )
     return loss

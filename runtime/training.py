@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -331,6 +332,8 @@ def _device(settings: Settings, place: _Place, plan: Plan) -> torch.device:
     own = len(set(indices)) == workers_here and max(indices) < count
     device = torch.device("cuda", indices[place.local_rank] if own else place.local_rank % count)
     torch.cuda.set_device(device)
+    # Torch's thread for backwards begins with a matmul, and so makes the context, which is no user's matter.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     return device
 
 

@@ -20,9 +20,10 @@ from sim.metrics import report
 from sim.spec.cluster import Cluster, Node, parse_cluster, read_cluster
 from sim.spec.counts import model_flop
 from sim.spec.gpu import gpu_kind
-from sim.spec.plan import parse_plan, read_plan
+from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.reading import InputError
 from sim.spec.trace import parse_trace, trace_json
+from sim.spec.transformer import Transformer
 from tests.experiments.conftest import ROOT, TINY_PLAN
 from tests.experiments.runs import result_of
 
@@ -131,7 +132,7 @@ def gpus() -> Cluster:
 
 def test_a_plan_that_this_machine_cannot_hold_is_told_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert too_large(PLAN) is None
-    needed = sum(allocated_bytes(PLAN).values())
+    needed = sum(allocated_bytes(PLAN, "cpu").values())
     monkeypatch.setattr(machine, "machine_bytes", lambda: needed)
     assert too_large(PLAN) is None
     monkeypatch.setattr(machine, "machine_bytes", lambda: needed - 1)
@@ -189,13 +190,25 @@ def test_hfu_counts_recomputation_where_the_machine_stands_in() -> None:
     assert told.measured.mfu is not None and told.measured.hfu is not None and told.measured.hfu > told.measured.mfu
 
 
+@pytest.mark.parametrize(("precision", "element_bytes"), [("bf16", 2), ("fp32", 4)])
+def test_the_peak_of_a_gpu_has_logits_and_their_gradient_but_no_softmax(precision: str, element_bytes: int) -> None:
+    """Of 2 sequences of 1,024 tokens the logits are far more than all else; the plan has one micro-batch in flight."""
+    stage = Stage((Replica(("box/0",), 2),), ((0, 1),))
+    model = Transformer(name="narrow", layers=1, hidden=16, ffn=16, heads=1, vocab=50_000)
+    plan = Plan("box", model, 1024, 4, (Pipeline(2, 2, (stage,)),), precision=precision)
+    on_cpu, on_gpu = (allocated_bytes(plan, device)["box/0"] for device in ("cpu", "cuda"))
+    logits = 2 * 1024 * 50_000
+    fragmented = 1.04
+    assert on_cpu - on_gpu == pytest.approx(fragmented * logits * (element_bytes + 8 - 2 * element_bytes), rel=0.01)
+
+
 def test_a_run_that_goes_as_the_simulation_says_has_no_difference() -> None:
     told = told_on_cpu(result_of(PLAN, CPUS))
     exact = told_on_cpu(result_of(PLAN, told.cluster))  # measured on the very machine that stands in
     assert exact.simulated is not None
     for name in ("iteration_s", "tokens_per_s", "mfu", "hfu", "bubble"):
         assert getattr(exact.simulated, name) == pytest.approx(getattr(exact.measured, name)), name
-    assert exact.simulated.peak_bytes == allocated_bytes(PLAN)
+    assert exact.simulated.peak_bytes == allocated_bytes(PLAN, "cpu")
 
 
 def test_a_cluster_of_cpus_keeps_its_links_and_has_the_measured_peak() -> None:

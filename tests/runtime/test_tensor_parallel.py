@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
+from runtime import tensor_parallel
 from runtime.model import ModelPart
 from runtime.parameters import is_partial, model_parameters, rows_of
 from runtime.tensor_parallel import (
@@ -131,8 +132,10 @@ CUTS = ((0, 3), (3, 3), (3, 4), (4, 7))
 def run_cross_entropy(group: TensorGroup, dtype: torch.dtype) -> dict[str, Any]:
     start, stop = CUTS[group.index]
     logits = (300 * numbers(5, 2, 7)).to(dtype)[..., start:stop].clone().requires_grad_()
-    loss = cross_entropy_sum(logits, torch.arange(10).view(5, 2) % 7, start, group)
-    (loss * 0.5).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, "LOSS_NUMBERS", 5)  # in parts, of one to five tokens
+        loss = cross_entropy_sum(logits, torch.arange(10).view(5, 2) % 7, start, group)
+        (loss * 0.5).backward()
     return {"loss": loss.detach(), "gradient": logits.grad}
 
 
@@ -297,3 +300,23 @@ def test_a_group_of_one_adds_nothing_to_the_graph() -> None:
     logits, labels = numbers(4, 2, 5), torch.ones(4, 2, dtype=torch.int64)
     expected = -torch.log_softmax(logits, -1)[..., 1].sum()
     close(cross_entropy_sum(logits, labels, 0, alone), expected)
+
+
+@pytest.mark.parametrize("numbers_at_once", [1, 11, 2**25])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_in_parts_is_that_of_all_tokens_at_once(
+    numbers_at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_parallel, "LOSS_NUMBERS", numbers_at_once)
+    torch.manual_seed(0)
+    mine = (10 * torch.randn(7, 5)).to(dtype).requires_grad_()
+    theirs = mine.detach().double().requires_grad_()
+    labels = torch.tensor([0, 4, 2, 2, 1, 3, 0])
+    loss = cross_entropy_sum(mine[:, None], labels[:, None], 0, TensorGroup(0, 1, None))
+    expected = F.cross_entropy(theirs, labels, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6 if dtype == torch.bfloat16 else 1e-12)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert mine.grad is not None and theirs.grad is not None
+    tolerance = 0.01 if dtype == torch.bfloat16 else 1e-12
+    torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance)
