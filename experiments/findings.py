@@ -190,8 +190,9 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
     if not measured:
         _fill(run, report(trace, where))
     else:
-        device = "cpu" if run.told.get("peak_measured") else "cuda"
-        run.peaks.setdefault(SIMULATED, allocated_bytes(plan, device))  # what a run can measure
+        paced = MEASURED in run.traces and run.traces[MEASURED].origin == "paced"
+        on_cpus = paced or bool(run.told.get("peak_measured")) or is_cpu(where.device(plan.devices[0]).gpu)
+        run.peaks.setdefault(SIMULATED, allocated_bytes(plan, "cpu" if on_cpus else "cuda"))  # what a run can measure
         run.links = run.links or report(trace, where).links
     return []
 
