@@ -31,8 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,runtime]'
 	@touch $@
 
-# Three workers for two cores, because a third of the tests' time is waiting for processes of their own; one thread a process,
-# because threads that wait for one another only take time from others.
+# One thread a process: there are as many workers as cores, and threads that wait for one another only take time from them.
 test: $(INSTALLED)
 	@echo "== ruff"
 	@$(BIN)/python -m ruff check --quiet .
@@ -46,8 +45,7 @@ test: $(INSTALLED)
 	@echo "== import arrows"
 	@$(BIN)/lint-imports
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist worksteal \
-		-n "$$($(PYTHON) -c 'import os; print((3 * (os.cpu_count() or 1) + 1) // 2)')"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 demo: $(INSTALLED)
 	@$(BIN)/motley demo --out results/demo

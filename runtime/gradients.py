@@ -8,12 +8,13 @@ the same order, so that ZeRO's shards are equal parts of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from runtime.collectives import Pending, all_reduce, reduce_scatter, tell_when_done
+from runtime.collectives import Pending, all_reduce, holds_nobody_up, reduce_scatter, tell_when_done
 from runtime.parameters import Parameter, Section, experts_of, is_partial, range_parameters, rows_of, share
 from runtime.world import World, expert_rank
 from sim.spec.plan import LayerRange, Plan
@@ -41,10 +42,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slice:
-    """The pieces of a section that the same devices hold, one after the other."""
+    """The pieces of a section that the same devices hold, one after the other.
+
+    ZeRO divides them over each of the `shard_groups`, which together are the `ranks`; there is one, unless the plan has more.
+    """
 
     ranks: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
@@ -129,7 +134,23 @@ def slices(
     by_holders: dict[tuple[int, ...], list[Piece]] = {}
     for piece in pieces:
         by_holders.setdefault(piece.holders, []).append(piece)
-    return tuple(Slice(holders, tuple(found)) for holders, found in sorted(by_holders.items()))
+    return tuple(
+        Slice(holders, tuple(found), _shard_groups(plan, holders, [group for group, _ in groups]))
+        for holders, found in sorted(by_holders.items())
+    )
+
+
+def _shard_groups(plan: Plan, holders: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The holders of a slice by those among whom ZeRO divides it: of so many tensor-parallel groups that follow one another.
+
+    All together where their number is no multiple: of positions, which no copy of a tied embedding has.
+    """
+    own = [tuple(rank for rank in holders if rank in group) for group in groups]
+    own = [group for group in own if group]
+    size = plan.shard_group
+    if size is None or len(own) % size:
+        return (holders,)
+    return tuple(tuple(sorted(rank for group in own[at : at + size] for rank in group)) for at in range(0, len(own), size))
 
 
 def section_slices(
@@ -161,7 +182,10 @@ def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[tupl
             key = layers, tuple(member.name for member in members)
             if key not in seen:  # all of them have the same slices
                 seen.add(key)
-                found |= {s.ranks for s in slices(plan, members, ranks, layers) if _sums(s, shared)}
+                for one in slices(plan, members, ranks, layers):
+                    found |= {one.ranks} if _sums(one, shared) else set()
+                    if shared and len(one.shard_groups) > 1:
+                        found |= {*one.shard_groups, *zip(*one.shard_groups, strict=True)}
     return found
 
 
@@ -211,11 +235,16 @@ class SliceGradient:
         self.slice, self.section, self.shared = piece_slice, section, shared
         self.scattered = scattered
         self.runs = runs(section, piece_slice, rank)
-        members = len(piece_slice.ranks)
-        self.position = piece_slice.ranks.index(rank)
-        self.share = share(piece_slice.size, self.position, members)
-        """The numbers that this rank answers for: those of its shard, and of the norm and the checkpoints in any case."""
-        self.own = self.share if scattered else (0, piece_slice.size)
+        divided = piece_slice.shard_groups if scattered else (piece_slice.ranks,)
+        self.shard_group = next(group for group in divided if rank in group)
+        """The ranks that the slice's states are divided over, or among which each answers for an equal part."""
+        position = self.shard_group.index(rank)
+        self.equals = tuple(group[position] for group in divided)
+        """The ranks that have the same shard, this one among them."""
+        shard = share(piece_slice.size, position, len(self.shard_group))
+        self.share = shard if rank == self.equals[0] else (shard[0], shard[0])
+        """The numbers that this rank answers for in the norm and the checkpoints."""
+        self.own = shard if scattered else (0, piece_slice.size)
         """The numbers that this rank updates."""
         self.sums = _sums(piece_slice, shared)
         """Whether there is anything to be summed over the slice's ranks."""
@@ -224,7 +253,7 @@ class SliceGradient:
     @property
     def padded(self) -> int:
         """Numbers of the slice, filled up to equal shards."""
-        return share(self.slice.size, 0, len(self.slice.ranks))[1] * len(self.slice.ranks)
+        return share(self.slice.size, 0, len(self.shard_group))[1] * len(self.shard_group)
 
     @property
     def whole(self) -> Run | None:
@@ -232,11 +261,15 @@ class SliceGradient:
         return self.runs[0] if len(self.runs) == 1 and self.runs[0].contributes else None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Pending:
-    """A sum under way: what it will add to, and whom to tell when it has ended."""
+    """A sum under way: what it will add to, and whom to tell when it has ended.
+
+    `scatter` is the first part of one that goes on among those that have the same shard, as `work`.
+    """
 
     gradient: SliceGradient
+    scatter: Pending | None
     work: Pending | None
     value: torch.Tensor
     done: Callable[[], None] | None
@@ -256,6 +289,8 @@ class Gradients:
         self.slices: dict[LayerRange, tuple[SliceGradient, ...]] = {}
         self._flat: dict[LayerRange, torch.Tensor] = {}
         self._pending: list[_Pending] = []
+        on_gpu = world.device.type == "cuda"
+        self._beside = torch.cuda.Stream(world.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._views: dict[int, torch.Tensor] = {}
         for layers, section in sections.items():
             found, shared = section_slices(plan, world.program, world.ranks, world.lane, layers)
@@ -268,7 +303,7 @@ class Gradients:
 
     def _zeros(self, layers: LayerRange) -> torch.Tensor:
         """A section's gradient without numbers, with room behind it to fill up the last slice to equal shards."""
-        room = max((len(gradient.slice.ranks) for gradient in self.slices[layers]), default=0)
+        room = max((len(gradient.shard_group) for gradient in self.slices[layers]), default=0)
         return torch.zeros(self._sections[layers].size + room, dtype=self._dtype, device=self._world.device)
 
     def attach(self) -> None:
@@ -341,10 +376,11 @@ class Gradients:
     def _begin(
         self, gradient: SliceGradient, flat: torch.Tensor, done: Callable[[], None] | None, waits: Callable[[], None]
     ) -> None:
-        ranks = gradient.slice.ranks
         # One sum of a slice at a time, so that no more than two vectors of it exist.
         self._settle(lambda pending: pending.gradient is gradient)
+        self._go_on()
         vector = self._vector(gradient, flat, padded=gradient.scattered)
+        ranks = gradient.shard_group
         work: Pending | None = None
         if len(ranks) > 1 and gradient.scattered:
             shard = vector.new_empty(gradient.padded // len(ranks))
@@ -352,10 +388,34 @@ class Gradients:
             vector = shard
         elif len(ranks) > 1:
             work = all_reduce(vector, self._world.group(ranks))
-        if done is not None and work is not None:
-            tell_when_done(work, done, vector)
         value = vector[: gradient.own[1] - gradient.own[0]]
-        self._pending.append(_Pending(gradient, work, value, done, waits))
+        pending = _Pending(gradient, None, work, value, done, waits)
+        self._pending.append(pending)
+        if len(gradient.equals) > 1:
+            pending.scatter, pending.work = work, None
+            if work is None:  # shard groups of one
+                self._sum_shards(pending)
+        elif done is not None and work is not None:
+            tell_when_done(work, done, vector)
+
+    def _go_on(self) -> None:
+        """Begins sums of shards whose scatters hold nobody up, in the order in which these began, which is that of all ranks."""
+        for pending in self._pending:
+            if pending.scatter is not None:
+                if not holds_nobody_up(pending.scatter, pending.value, self._world.group(pending.gradient.shard_group)):
+                    return
+                self._sum_shards(pending)
+
+    def _sum_shards(self, pending: _Pending) -> None:
+        """Begins the sum of a shard over those that have the same one."""
+        scatter, pending.scatter = pending.scatter, None
+        # A GPU's computation does not wait for the scatter: only what is queued on another stream does.
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            if scatter is not None:
+                scatter.wait()
+            pending.work = all_reduce(pending.value, self._world.group(pending.gradient.equals))
+        if pending.done is not None:
+            tell_when_done(pending.work, pending.done, pending.value)
 
     def _vector(self, gradient: SliceGradient, flat: torch.Tensor, padded: bool) -> torch.Tensor:
         """The slice's numbers of this rank, zero where another rank of the lane answers for them."""
@@ -373,6 +433,9 @@ class Gradients:
     def _settle(self, wanted: Callable[[_Pending], bool]) -> None:
         """Waits for the sums of which `wanted` is true, and takes their values."""
         for pending in [pending for pending in self._pending if wanted(pending)]:
+            if pending.scatter is not None:
+                pending.waits()
+                self._sum_shards(pending)
             if pending.work is not None:
                 pending.waits()
                 pending.work.wait()

@@ -297,10 +297,10 @@ class Optimizer:
         `done` is called when that has ended, by any thread; `waits` when this one begins to wait for it.
         """
         masters = [master for master in self._masters[layers] if master.gradient.scattered]
-        last = next((master for master in reversed(masters) if len(master.gradient.slice.ranks) > 1), None)
+        last = next((master for master in reversed(masters) if len(master.gradient.shard_group) > 1), None)
         for master in masters:
             gradient = master.gradient
-            ranks = gradient.slice.ranks
+            ranks = gradient.shard_group
             mine = gradient.section.values.new_zeros(gradient.padded // len(ranks))
             self._staging.send(master.values, mine[: len(master.values)])
             if len(ranks) == 1:

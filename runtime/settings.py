@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +150,10 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
     for what, present in refused.items():
         if present:
             raise InputError(f"the runtime cannot run {what}, which {t.name} has")
-    for name, value, accepted in (("shard_group", plan.shard_group, None),):
-        if value != accepted:
-            raise InputError(f"the runtime cannot run {name} {json.dumps(value)}; accepted: {json.dumps(accepted)}")
     _check_context(plan)
     program = compile_plan(plan)
     _check_experts(plan)
+    _check_shard_group(plan, program)
     for degree in sorted({lane.tensor_parallel for lane in program.lanes}):
         what = "sequence length"
         if plan.sequence_slices > 1 or plan.context_parallel > 1:
@@ -164,6 +161,19 @@ def check_runnable(plan: Plan, settings: Settings) -> Program:
         check_degree(t, degree, plan.slice_length // plan.context_parallel, plan.sequence_parallel, what)
     dry_run(program)
     return program
+
+
+def _check_shard_group(plan: Plan, program: Program) -> None:
+    """Raises InputError where the shard groups of some layers would be of unequal numbers of ranks."""
+    if plan.shard_group is None or plan.zero_stage == 0:
+        return
+    for names in program.members.values():
+        degrees = sorted({program.by_name[name].tensor_parallel for name in names})
+        if len(degrees) > 1:
+            raise InputError(
+                f"for shard_group {plan.shard_group} the runtime needs one tensor-parallel degree of all that hold a layer, "
+                f"but got {', '.join(map(str, degrees))}; accepted: null"
+            )
 
 
 def _check_experts(plan: Plan) -> None:

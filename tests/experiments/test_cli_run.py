@@ -403,7 +403,6 @@ def test_a_mistake_is_told_in_one_line_before_anything_starts(
     ("old", "new", "words"),
     [
         ('"precision": "bf16"', '"precision": "fp8"', ["the plan's precision is fp8"]),
-        ('"precision": "bf16"', '"precision": "bf16", "shard_group": 1', ["cannot run shard_group 1"]),
         ('"vocab": 256', '"vocab": 256, "position": "alibi"', ["cannot run alibi positions"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -161,6 +162,45 @@ PLANS = {
         zero_stage=3,
         schedule="gpipe",
         sequence_parallel=True,
+    ),
+    "shard groups of two, unlike cuts, zero 1": plan_of(
+        GPT,
+        pipeline(1, 3, ((0, 4), (5,))),
+        pipeline(2, 2, ((0, 1), (0,)), ((1, 4), (1,))),
+        pipeline(1, 2, ((0, 4), (3,))),
+        pipeline(1, 1, ((0, 3), (4,)), ((3, 4), (2,))),
+        zero_stage=1,
+        shard_group=2,
+    ),
+    "shard groups of one, tensor and sequence parallel, zero 2": plan_of(
+        LLAMA,
+        pipeline(1, 2, ((0, 4), (3, 0), "full")),
+        pipeline(2, 2, ((0, 4), (1, 2), "full")),
+        zero_stage=2,
+        shard_group=1,
+        sequence_parallel=True,
+    ),
+    "shard groups of three, uneven replicas, zero 3": plan_of(
+        NORMED,
+        pipeline(8, 2, ((0, 4), ((4,), 1), ((0,), 2), ((2,), 1), ((5,), 1), ((3,), 2), ((1,), 1))),
+        zero_stage=3,
+        shard_group=3,
+    ),
+    "shard groups of two context ranks, zero 3": plan_of(
+        LLAMA,
+        pipeline(1, 2, ((0, 4), (0, 3))),
+        pipeline(2, 2, ((0, 4), (2, 1))),
+        context_parallel=2,
+        zero_stage=3,
+        shard_group=2,
+    ),
+    "shard groups of one, offloaded, zb-1p, zero 1": plan_of(
+        LLAMA,
+        pipeline(4, 4, ((0, 2), ((0,), 1), ((2,), 3)), ((2, 4), ((1,), 1), ((3,), 3))),
+        schedule="zb-1p",
+        zero_stage=1,
+        shard_group=1,
+        offload_optimizer=True,
     ),
     "zero 3, pointwise recomputed": plan_of(
         LLAMA, pipeline(1, 3, ((0, 4), (0, 1), "pointwise")), pipeline(2, 3, ((0, 4), (2,), "pointwise")), zero_stage=3
@@ -481,12 +521,14 @@ def runnable_plans(draw: DrawFn) -> Plan:
         precision="fp32",
         gradient_precision="fp32",
     )
-    try:
-        check_runnable(plan, Settings(steps=1, data="tokens:x"))
-    except InputError:
-        plan = dataclasses.replace(plan, zero_stage=0)
-        check_runnable(plan, Settings(steps=1, data="tokens:x"))
-    return plan
+    # What cannot be run is left out: shard groups first, then ZeRO.
+    without = {"shard_group": None}, {"shard_group": None, "zero_stage": 0}
+    for left_out in ({"shard_group": draw(st.sampled_from((None, 1, 2)))}, *without):
+        found = dataclasses.replace(plan, **left_out)  # type: ignore[arg-type]
+        with contextlib.suppress(InputError):
+            check_runnable(found, Settings(steps=1, data="tokens:x"))
+            return found
+    raise AssertionError("a plan without ZeRO cannot be run")
 
 
 def with_two_context_ranks(plan: Plan) -> Plan:

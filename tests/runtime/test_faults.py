@@ -151,12 +151,12 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line_that_names_it(runs: 
 
 
 def test_a_worker_that_hangs_is_given_up_after_the_timeout(runs: Runs) -> None:
-    process, workers = runs.training(runs.settings(FOR_EVER, timeout_s=5.0))
+    process, workers = runs.training(runs.settings(FOR_EVER, timeout_s=3.0))
     os.kill(workers[1], signal.SIGSTOP)
     code, errors = ended(process, workers)
     assert code == 3
     killed = r"the worker of a/1 \(rank 1\) did not answer and was killed"
-    assert re.fullmatch(rf"motley: error: {WAITED}(timed out after 5 s|no end after [\d.]+ s); {killed}\n", errors), errors
+    assert re.fullmatch(rf"motley: error: {WAITED}(timed out after 3 s|no end after [\d.]+ s); {killed}\n", errors), errors
 
 
 def test_an_interrupted_run_ends_its_workers_and_says_nothing(runs: Runs) -> None:

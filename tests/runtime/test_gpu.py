@@ -40,6 +40,8 @@ def run(plan: Plan, settings: Settings, folder: Path) -> RunResult:
         "zero 3, unequal degrees, recomputed",
         "interleaved, tied, beside another number of ranges",
         "zb-v, zero 3, two pipelines",
+        "shard groups of two, unlike cuts, zero 1",
+        "shard groups of three, uneven replicas, zero 3",
         "experts, stages of unlike degrees, recomputed",
         "divided experts, tensor and sequence parallel, zero 2",
         "divided experts, stages, zero 3, some held twice",
@@ -84,8 +86,9 @@ def test_one_gpu_trains_in_every_precision(precision: str, tolerance: float, com
         plan_of(GPT, pipeline(1, 2, ((0, 4), (0,))), pipeline(2, 2, ((0, 4), (1,))), zero_stage=2),
         plan_of(LLAMA, pipeline(1, 3, ([(0, 1), (2, 3)], (0,)), ([(1, 2), (3, 4)], (1,))), schedule="interleaved"),
         plan_of(MIXTURE, pipeline(1, 3, ((0, 4), (0,))), pipeline(2, 3, ((0, 4), (1,))), expert_parallel=2),
+        plan_of(GPT, pipeline(1, 3, ((0, 4), (0,))), pipeline(2, 3, ((0, 4), (1,))), zero_stage=3, shard_group=1),
     ],
-    ids=["two stages", "tensor parallel", "two pipelines", "interleaved", "divided experts"],
+    ids=["two stages", "tensor parallel", "two pipelines", "interleaved", "divided experts", "shard groups"],
 )
 def test_two_gpus_learn_through_nccl_as_one_process_does(plan: Plan, tmp_path: Path) -> None:
     chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), device="cuda", precision="fp64")

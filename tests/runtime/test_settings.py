@@ -24,14 +24,13 @@ def refusal(plan: Plan, **change: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"shard_group": 1}, "the runtime cannot run shard_group 1; accepted: null"),
-    ],
-)
-def test_what_only_the_simulator_knows_is_refused_in_one_line(change: dict[str, object], error: str) -> None:
-    assert refusal(PLAN, **change) == error
+def test_shard_groups_are_of_replicas_of_one_degree() -> None:
+    alone = Pipeline(1, 1, (Stage((Replica(("n/2",), 1),), ((0, 2),)),))
+    plan = dataclasses.replace(PLAN, pipelines=(*PLAN.pipelines, alone), global_batch=2, zero_stage=1)
+    assert refusal(plan, shard_group=1) == (
+        "for shard_group 1 the runtime needs one tensor-parallel degree of all that hold a layer, but got 1, 2; accepted: null"
+    )
+    assert check_runnable(dataclasses.replace(plan, zero_stage=0, shard_group=1), Settings(steps=1, data="tokens:x")).lanes
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ TOKENS = 4000
         ("unlike cuts", "context, four ranks in any order, recomputed"),
         ("divided experts, four replicas of two parts, zero 1", "experts on one device"),
         ("experts, zero 3, uneven replicas", "divided experts, stages, zero 3, some held twice"),
+        ("shard groups of two, unlike cuts, zero 1", "zero 2, two stages, uneven replicas"),
+        ("zero 3, unequal degrees, recomputed", "shard groups of one, tensor and sequence parallel, zero 2"),
     ],
 )
 def test_a_training_goes_on_under_another_plan(before: str, after: str, workers: Workers, tmp_path: Path) -> None:
