@@ -32,11 +32,11 @@ class _Staged:
     """A collective of copies in the host's memory; the result is copied back to its place when it is waited for."""
 
     def __init__(self, work: Any, copy: torch.Tensor, result: torch.Tensor | None) -> None:
-        self.begun, self._copy, self._result = work, copy, result
+        self._work, self._copy, self._result = work, copy, result
 
     def wait(self) -> None:
         """Nothing; returns when the result is in its place."""
-        self.begun.wait()
+        self._work.wait()
         if self._result is not None:
             self._result.copy_(self._copy)
 
@@ -112,14 +112,6 @@ def _begun(work: Any) -> Pending:
     assert work is not None  # which torch gives to those who are no members
     begun: Pending = work
     return begun
-
-
-def holds_nobody_up(work: Pending, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether to wait for a collective of a tensor keeps the host no longer: it has ended, or a GPU's stream is what waits."""
-    begun = work.begun if isinstance(work, _Staged) else work
-    if isinstance(begun, RingWork):
-        return begun.future.done()
-    return (tensor.is_cuda and not is_staged(tensor, group)) or not isinstance(begun, dist.Work) or begun.is_completed()
 
 
 def tell_when_done(work: Pending, done: Callable[[], None], tensor: torch.Tensor) -> None:

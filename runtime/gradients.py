@@ -8,13 +8,13 @@ the same order, so that ZeRO's shards are equal parts of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from runtime.collectives import Pending, all_reduce, holds_nobody_up, reduce_scatter, tell_when_done
+from runtime.collectives import Pending, all_reduce, is_staged, reduce_scatter, tell_when_done
 from runtime.parameters import Parameter, Section, experts_of, is_partial, range_parameters, rows_of, share
 from runtime.world import World, expert_rank
 from sim.spec.plan import LayerRange, Plan
@@ -185,7 +185,7 @@ def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[tupl
                 for one in slices(plan, members, ranks, layers):
                     found |= {one.ranks} if _sums(one, shared) else set()
                     if shared and len(one.shard_groups) > 1:
-                        found |= {*one.shard_groups, *zip(*one.shard_groups, strict=True)}
+                        found |= {*one.shard_groups, *(tuple(sorted(equals)) for equals in zip(*one.shard_groups, strict=True))}
     return found
 
 
@@ -239,7 +239,7 @@ class SliceGradient:
         self.shard_group = next(group for group in divided if rank in group)
         """The ranks that the slice's states are divided over, or among which each answers for an equal part."""
         position = self.shard_group.index(rank)
-        self.equals = tuple(group[position] for group in divided)
+        self.equals = tuple(sorted(group[position] for group in divided))
         """The ranks that have the same shard, this one among them."""
         shard = share(piece_slice.size, position, len(self.shard_group))
         self.share = shard if rank == self.equals[0] else (shard[0], shard[0])
@@ -261,19 +261,43 @@ class SliceGradient:
         return self.runs[0] if len(self.runs) == 1 and self.runs[0].contributes else None
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A sum under way: what it will add to, and whom to tell when it has ended.
+class _SumOfShards:
+    """The sum of a shard over those that have the same one, which goes on where its scatter has ended."""
 
-    `scatter` is the first part of one that goes on among those that have the same shard, as `work`.
-    """
+    def __init__(self, scatter: Pending, whole: torch.Tensor, begun: Future[Pending] | Pending) -> None:
+        self._scatter, self._begun = scatter, begun
+        self.whole: torch.Tensor | None = whole
+        """What is scattered, as long as it is."""
+
+    def end_scatter(self) -> None:
+        """Nothing; returns when no more than the shard is under way (on a GPU: for what is queued after it)."""
+        if isinstance(self._begun, Future):
+            self._begun.result()  # only now, and by one thread alone: gloo copies the result whenever it is waited for
+        elif self.whole is not None:
+            self._scatter.wait()
+        self.whole = None
+
+    def wait(self) -> None:
+        """Nothing; returns when the result may be used. Raises what went wrong."""
+        work = self._begun.result() if isinstance(self._begun, Future) else self._begun
+        work.wait()
+        self.whole = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A sum under way: what it will add to, and whom to tell when it has ended."""
 
     gradient: SliceGradient
-    scatter: Pending | None
     work: Pending | None
     value: torch.Tensor
     done: Callable[[], None] | None
     waits: Callable[[], None]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether more than a shard of the slice is under way."""
+        return not isinstance(self.work, _SumOfShards) or self.work.whole is not None
 
 
 class Gradients:
@@ -289,8 +313,8 @@ class Gradients:
         self.slices: dict[LayerRange, tuple[SliceGradient, ...]] = {}
         self._flat: dict[LayerRange, torch.Tensor] = {}
         self._pending: list[_Pending] = []
-        on_gpu = world.device.type == "cuda"
-        self._beside = torch.cuda.Stream(world.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._beside: torch.cuda.Stream | None = None
+        self._turns: ThreadPoolExecutor | None = None
         self._views: dict[int, torch.Tensor] = {}
         for layers, section in sections.items():
             found, shared = section_slices(plan, world.program, world.ranks, world.lane, layers)
@@ -369,17 +393,16 @@ class Gradients:
             done()
         if layers not in self._flat:
             # What is scattered is kept until it is: of no more than two sections, as the simulator's estimate has it.
-            sections = list(dict.fromkeys(pending.gradient.section.layers for pending in self._pending))
+            sections = list(dict.fromkeys(pending.gradient.section.layers for pending in self._pending if pending.is_whole))
             for oldest in sections[:-2]:
-                self._settle(lambda pending, oldest=oldest: pending.gradient.section.layers == oldest)  # type: ignore[misc]
+                self._free(lambda pending, oldest=oldest: pending.gradient.section.layers == oldest)  # type: ignore[misc]
 
     def _begin(
         self, gradient: SliceGradient, flat: torch.Tensor, done: Callable[[], None] | None, waits: Callable[[], None]
     ) -> None:
         # One sum of a slice at a time, so that no more than two vectors of it exist.
-        self._settle(lambda pending: pending.gradient is gradient)
-        self._go_on()
-        vector = self._vector(gradient, flat, padded=gradient.scattered)
+        self._free(lambda pending: pending.gradient is gradient)
+        whole = vector = self._vector(gradient, flat, padded=gradient.scattered)
         ranks = gradient.shard_group
         work: Pending | None = None
         if len(ranks) > 1 and gradient.scattered:
@@ -389,33 +412,42 @@ class Gradients:
         elif len(ranks) > 1:
             work = all_reduce(vector, self._world.group(ranks))
         value = vector[: gradient.own[1] - gradient.own[0]]
-        pending = _Pending(gradient, None, work, value, done, waits)
-        self._pending.append(pending)
         if len(gradient.equals) > 1:
-            pending.scatter, pending.work = work, None
-            if work is None:  # shard groups of one
-                self._sum_shards(pending)
+            work = self._sum_of_shards(work, whole, value, gradient.equals, done)
         elif done is not None and work is not None:
             tell_when_done(work, done, vector)
+        self._pending.append(_Pending(gradient, work, value, done, waits))
 
-    def _go_on(self) -> None:
-        """Begins sums of shards whose scatters hold nobody up, in the order in which these began, which is that of all ranks."""
-        for pending in self._pending:
-            if pending.scatter is not None:
-                if not holds_nobody_up(pending.scatter, pending.value, self._world.group(pending.gradient.shard_group)):
-                    return
-                self._sum_shards(pending)
+    def _sum_of_shards(
+        self,
+        scatter: Pending | None,
+        whole: torch.Tensor,
+        shard: torch.Tensor,
+        equals: tuple[int, ...],
+        done: Callable[[], None] | None,
+    ) -> Pending:
+        """The sum of a shard over those that have the same one, which follows its scatter and holds nobody up."""
+        group = self._world.group(equals)
 
-    def _sum_shards(self, pending: _Pending) -> None:
-        """Begins the sum of a shard over those that have the same one."""
-        scatter, pending.scatter = pending.scatter, None
-        # A GPU's computation does not wait for the scatter: only what is queued on another stream does.
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+        def begin() -> Pending:
             if scatter is not None:
                 scatter.wait()
-            pending.work = all_reduce(pending.value, self._world.group(pending.gradient.equals))
-        if pending.done is not None:
-            tell_when_done(pending.work, pending.done, pending.value)
+            work = all_reduce(shard, group)
+            if done is not None:
+                tell_when_done(work, done, shard)
+            return work
+
+        # Of one group all collectives are begun by one thread, in one order on all ranks.
+        if scatter is None or any(equals == one.slice.ranks for found in self.slices.values() for one in found):
+            return begin()
+        if not shard.is_cuda or is_staged(shard, group):
+            if self._turns is None:
+                self._turns = ThreadPoolExecutor(1)
+            return _SumOfShards(scatter, whole, self._turns.submit(begin))
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(shard.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._beside):  # which waits for the scatter in the place of the computation
+            return _SumOfShards(scatter, whole, begin())
 
     def _vector(self, gradient: SliceGradient, flat: torch.Tensor, padded: bool) -> torch.Tensor:
         """The slice's numbers of this rank, zero where another rank of the lane answers for them."""
@@ -430,12 +462,17 @@ class Gradients:
                 vector[run.at : run.at + run.size] = flat[run.offset : run.offset + run.size]
         return vector
 
+    def _free(self, wanted: Callable[[_Pending], bool]) -> None:
+        """Waits until of the sums of which `wanted` is true no more than shards are under way."""
+        for pending in self._pending:
+            if wanted(pending) and isinstance(pending.work, _SumOfShards):
+                pending.waits()
+                pending.work.end_scatter()
+        self._settle(lambda pending: wanted(pending) and pending.is_whole)
+
     def _settle(self, wanted: Callable[[_Pending], bool]) -> None:
         """Waits for the sums of which `wanted` is true, and takes their values."""
         for pending in [pending for pending in self._pending if wanted(pending)]:
-            if pending.scatter is not None:
-                pending.waits()
-                self._sum_shards(pending)
             if pending.work is not None:
                 pending.waits()
                 pending.work.wait()
