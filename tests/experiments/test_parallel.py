@@ -20,7 +20,7 @@ from experiments.parallel import in_processes
 
 if __name__ == "__mp_main__":  # in a worker, which imports this before anything else
     os.write(1, b"importing\\n")  # in one piece, beside the other worker's
-    time.sleep(0.5)
+    time.sleep(2)  # longer than a busy machine takes to interrupt it
 
 if __name__ == "__main__":
     print(in_processes(abs, [-1, -2, -3, -4], processes=2), flush=True)
