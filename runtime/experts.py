@@ -109,7 +109,7 @@ def _at_once(*operands: torch.Tensor) -> bool:
     Elsewhere torch's own function would ask for them and take the groups one by one. Its rows are of 16 bytes at least.
     """
     x = operands[0]
-    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+    if not len(x) or not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
         return False
     return all(operand.shape[-1] and operand.shape[-1] % 8 == 0 for operand in operands)
 

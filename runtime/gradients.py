@@ -56,6 +56,11 @@ class Slice:
         """How many numbers it has."""
         return sum(piece.size for piece in self.pieces)
 
+    @property
+    def equals(self) -> list[tuple[int, ...]]:
+        """For each shard the ranks that have it, one of each shard group."""
+        return [tuple(sorted(same)) for same in zip(*self.shard_groups, strict=True)]
+
     def stretches(self, start: int, stop: int) -> Iterable[tuple[Piece, int, int, int]]:
         """What its numbers `start` to `stop` are: (piece, from, to, at), places in the piece and, of the first, in the slice."""
         at = 0
@@ -148,7 +153,7 @@ def _shard_groups(plan: Plan, holders: tuple[int, ...], groups: Sequence[tuple[i
     own = [tuple(rank for rank in holders if rank in group) for group in groups]
     own = [group for group in own if group]
     size = plan.shard_group
-    if size is None or len(own) % size:
+    if size is None or plan.zero_stage == 0 or len(own) % size:
         return (holders,)
     return tuple(tuple(sorted(rank for group in own[at : at + size] for rank in group)) for at in range(0, len(own), size))
 
@@ -172,21 +177,27 @@ def _sums(piece_slice: Slice, shared: bool) -> bool:
     return shared or any(len(piece.contributors) > 1 for piece in piece_slice.pieces)
 
 
-def reduction_ranks(plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[tuple[int, ...]]:
-    """The sets of ranks that sum gradients together, of all lanes."""
+def reduction_ranks(
+    plan: Plan, program: Program, ranks: Mapping[str, tuple[tuple[int, ...], ...]]
+) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """The sets of ranks that sum, scatter or gather together, of all lanes; and those that sum shards which all of them have."""
     found: set[tuple[int, ...]] = set()
+    equals: set[tuple[int, ...]] = set()
     seen: set[tuple[LayerRange, tuple[str, ...]]] = set()
     for lane in program.lanes:
         for layers in lane_sections(plan.transformer, lane):
             members, shared = _members(program, lane, layers)
             key = layers, tuple(member.name for member in members)
-            if key not in seen:  # all of them have the same slices
-                seen.add(key)
-                for one in slices(plan, members, ranks, layers):
-                    found |= {one.ranks} if _sums(one, shared) else set()
-                    if shared and len(one.shard_groups) > 1:
-                        found |= {*one.shard_groups, *(tuple(sorted(equals)) for equals in zip(*one.shard_groups, strict=True))}
-    return found
+            if key in seen:  # all of them have the same slices
+                continue
+            seen.add(key)
+            for one in slices(plan, members, ranks, layers):
+                if shared and len(one.shard_groups) > 1:
+                    found |= set(one.shard_groups)
+                    equals |= set(one.equals)
+                elif _sums(one, shared):
+                    found.add(one.ranks)
+    return found, equals
 
 
 @dataclass(frozen=True)
@@ -235,11 +246,11 @@ class SliceGradient:
         self.slice, self.section, self.shared = piece_slice, section, shared
         self.scattered = scattered
         self.runs = runs(section, piece_slice, rank)
-        divided = piece_slice.shard_groups if scattered else (piece_slice.ranks,)
-        self.shard_group = next(group for group in divided if rank in group)
+        in_groups = scattered and len(piece_slice.shard_groups) > 1
+        self.shard_group = next(group for group in piece_slice.shard_groups if rank in group) if in_groups else piece_slice.ranks
         """The ranks that the slice's states are divided over, or among which each answers for an equal part."""
         position = self.shard_group.index(rank)
-        self.equals = tuple(sorted(group[position] for group in divided))
+        self.equals = piece_slice.equals[position] if in_groups else (rank,)
         """The ranks that have the same shard, this one among them."""
         shard = share(piece_slice.size, position, len(self.shard_group))
         self.share = shard if rank == self.equals[0] else (shard[0], shard[0])
@@ -264,7 +275,7 @@ class SliceGradient:
 class _SumOfShards:
     """The sum of a shard over those that have the same one, which goes on where its scatter has ended."""
 
-    def __init__(self, scatter: Pending, whole: torch.Tensor, begun: Future[Pending] | Pending) -> None:
+    def __init__(self, scatter: Pending | None, whole: torch.Tensor, begun: Future[Pending] | Pending) -> None:
         self._scatter, self._begun = scatter, begun
         self.whole: torch.Tensor | None = whole
         """What is scattered, as long as it is."""
@@ -273,7 +284,7 @@ class _SumOfShards:
         """Nothing; returns when no more than the shard is under way (on a GPU: for what is queued after it)."""
         if isinstance(self._begun, Future):
             self._begun.result()  # only now, and by one thread alone: gloo copies the result whenever it is waited for
-        elif self.whole is not None:
+        elif self.whole is not None and self._scatter is not None:
             self._scatter.wait()
         self.whole = None
 
@@ -427,7 +438,7 @@ class Gradients:
         done: Callable[[], None] | None,
     ) -> Pending:
         """The sum of a shard over those that have the same one, which follows its scatter and holds nobody up."""
-        group = self._world.group(equals)
+        group = self._world.sums_group(equals)
 
         def begin() -> Pending:
             if scatter is not None:
@@ -437,17 +448,17 @@ class Gradients:
                 tell_when_done(work, done, shard)
             return work
 
-        # Of one group all collectives are begun by one thread, in one order on all ranks.
-        if scatter is None or any(equals == one.slice.ranks for found in self.slices.values() for one in found):
-            return begin()
-        if not shard.is_cuda or is_staged(shard, group):
-            if self._turns is None:
-                self._turns = ThreadPoolExecutor(1)
-            return _SumOfShards(scatter, whole, self._turns.submit(begin))
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(shard.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._beside):  # which waits for the scatter in the place of the computation
-            return _SumOfShards(scatter, whole, begin())
+        if shard.is_cuda and not is_staged(shard, group):
+            if scatter is None:
+                return begin()
+            if self._beside is None:
+                self._beside = torch.cuda.Stream(shard.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._beside):  # which waits for the scatter in the place of the computation
+                return _SumOfShards(scatter, whole, begin())
+        # All of them by one thread, so that those of one group are begun in one order on all ranks.
+        if self._turns is None:
+            self._turns = ThreadPoolExecutor(1)
+        return _SumOfShards(scatter, whole, self._turns.submit(begin))
 
     def _vector(self, gradient: SliceGradient, flat: torch.Tensor, padded: bool) -> torch.Tensor:
         """The slice's numbers of this rank, zero where another rank of the lane answers for them."""

@@ -168,8 +168,9 @@ def _check_shard_group(plan: Plan, program: Program) -> None:
     if plan.shard_group is None or plan.zero_stage == 0:
         return
     for names in program.members.values():
-        degrees = sorted({program.by_name[name].tensor_parallel for name in names})
-        if len(degrees) > 1:
+        lanes = [program.by_name[name] for name in names]
+        degrees = sorted({lane.tensor_parallel for lane in lanes})
+        if len(degrees) > 1 and plan.shard_group < sum(lane.context_parallel for lane in lanes):
             raise InputError(
                 f"for shard_group {plan.shard_group} the runtime needs one tensor-parallel degree of all that hold a layer, "
                 f"but got {', '.join(map(str, degrees))}; accepted: null"

@@ -351,7 +351,7 @@ def _train(plan: Plan, settings: Settings, watch: Watch, place: _Place) -> None:
     start_memory_watch()
     places = None if settings.testbed is None else device_places(find(settings.testbed), ranked_devices(plan))
     connections = Connections(device, settings.chosen_backend, settings.timeout_s, places)
-    connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
+    connections.connect(plan, program, *reduction_ranks(plan, program, lane_ranks(plan, program)))
     world = World(plan, program, connections)
     chosen = _together(world, lambda: _chosen_checkpoint(world, settings))
     checkpoint = world.told_by_first(chosen)

@@ -53,11 +53,13 @@ class Connections:
         self.device, self.backend, self.timeout_s = device, backend, timeout_s
         self.rank = dist.get_rank()
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._sums: dict[Ranks, dist.ProcessGroup | None] = {}
+        """Of shards. They are begun beside everything else, so that no other collective may be of the same group."""
         self._controls: dict[Ranks, dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup | None] = {}
 
-    def connect(self, plan: Plan, program: Program, reductions: Iterable[Ranks]) -> None:
-        """Nothing; makes the groups of a plan that there are not yet: of all its workers, its lanes and the reductions.
+    def connect(self, plan: Plan, program: Program, reductions: Iterable[Ranks], sums: Iterable[Ranks] = ()) -> None:
+        """Nothing; makes the groups of a plan that are not there yet: of its workers, lanes, reductions and sums of shards.
 
         All processes call it alike, those that are no members of a group too. (Groups that only their members make would be
         cheaper, but their names depend on how many others a process has, in torch 2.13.)
@@ -71,9 +73,10 @@ class Connections:
         timeout_s = patient_s if self.backend == "nccl" else self.timeout_s
         tensor_groups = (group for groups in ranks.values() for group in groups)
         sharing_experts = (tuple(sorted(members)) for members in expert_ranks(plan, program))
-        for members in sorted({*reductions, *tensor_groups, *sharing_experts, everyone}):
-            if members not in self._groups and len(members) > 1:
-                self._groups[members] = group = self._new_group(members, self.backend, timeout_s)
+        of_all = [(members, self._groups) for members in sorted({*reductions, *tensor_groups, *sharing_experts, everyone})]
+        for members, known in [*of_all, *((members, self._sums) for members in sorted(sums))]:
+            if members not in known and len(members) > 1:
+                known[members] = group = self._new_group(members, self.backend, timeout_s)
                 if group is not None and self.backend == "gloo":
                     places = members if self._places is None else [self._places[rank] for rank in members]
                     use_ring(group, places, scatters_only=self._places is None)
@@ -104,6 +107,10 @@ class Connections:
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
         """The group of these ranks, this process among them."""
         return _member(self._groups[ranks])
+
+    def sums_group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group in which these ranks, this process among them, sum the shards that they all have."""
+        return _member(self._sums[ranks])
 
     def control(self, everyone: Ranks) -> dist.ProcessGroup:
         """The gloo group of all workers of a plan."""
@@ -215,6 +222,10 @@ class World:
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
         """The group of these ranks, this worker among them."""
         return self._connections.group(ranks)
+
+    def sums_group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group in which these ranks, this worker among them, sum the shards that they all have."""
+        return self._connections.sums_group(ranks)
 
     def tensor_group(self, sequence_parallel: bool) -> TensorGroup:
         """This worker's tensor-parallel group."""

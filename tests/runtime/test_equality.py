@@ -45,6 +45,8 @@ GPT = Transformer(
     tied_embeddings=True,
 )
 
+WIDE = Transformer(name="wide-llama", layers=2, hidden=256, ffn=64, heads=4, kv_heads=2, vocab=96)
+
 MIXTURE = dataclasses.replace(LLAMA, name="small-mixtral", experts=Moe(experts=6, top_k=2, ffn=24))
 SHARED = dataclasses.replace(NORMED, name="small-shared", experts=Moe(experts=4, top_k=3, ffn=16, shared_experts=2, shared_ffn=8))
 RELU_MIXTURE = dataclasses.replace(GPT, name="small-switch", mlp_bias=False, activation="relu", experts=Moe(4, 1, 32))
@@ -193,6 +195,30 @@ PLANS = {
         context_parallel=2,
         zero_stage=3,
         shard_group=2,
+    ),
+    # Scatters of their sizes end while others go on, and what is a shard group of one slice has a shard of another in common.
+    "shard groups of one, wide, tensor parallel, zero 1": plan_of(
+        WIDE, pipeline(2, 3, ((0, 2), ((0, 1), 1), ((2, 3), 1))), zero_stage=1, shard_group=1
+    ),
+    "shard groups of two, wide, tied": plan_of(
+        dataclasses.replace(WIDE, layers=4, tied_embeddings=True),
+        pipeline(1, 3, ((0, 2), (0,)), ((2, 4), (1,))),
+        pipeline(2, 2, ((0, 2), (2,)), ((2, 4), (3,))),
+        zero_stage=1,
+        shard_group=2,
+    ),
+    "shard groups of two, wide, zb-v, zero 3": plan_of(
+        WIDE,
+        pipeline(4, 3, ([(0, 1), (1, 2)], ((0,), 1), ((3,), 1), ((1,), 1), ((2,), 1))),
+        schedule="zb-v",
+        zero_stage=3,
+        shard_group=2,
+    ),
+    "shard groups, but no zero, unlike degrees": plan_of(
+        LLAMA, pipeline(1, 2, ((0, 4), (0, 1))), pipeline(1, 2, ((0, 4), (2,))), shard_group=1
+    ),
+    "one shard group of unlike degrees, zero 1": plan_of(
+        LLAMA, pipeline(1, 2, ((0, 4), (0, 1))), pipeline(1, 2, ((0, 4), (2,))), zero_stage=1, shard_group=2
     ),
     "shard groups of one, offloaded, zb-1p, zero 1": plan_of(
         LLAMA,

@@ -8,7 +8,7 @@ import torch
 from runtime.experts import Groups, _at_once, _grouped_linear
 from runtime.tensor_parallel import DeferredWeights, Remade
 
-ENDS = [[3, 3, 10, 16], [0, 0, 0, 16], [4, 8, 12, 16]]
+ENDS = [[3, 3, 10, 16], [0, 0, 0, 16], [4, 8, 12, 16], [0, 0, 0, 0]]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
 
@@ -33,13 +33,13 @@ def test_each_group_meets_the_matrix_of_its_expert(
     device: str, dtype: torch.dtype, tolerance: float, transposed: bool, ends: list[int]
 ) -> None:
     torch.manual_seed(0)
-    x = torch.randn(16, 24).to(dtype)
+    x = torch.randn(ends[-1], 24).to(dtype)
     weight = torch.randn(4 * 24 if transposed else 4 * 40, 40 if transposed else 24).to(dtype)
     mine = [part.clone().to(device).requires_grad_() for part in (x, weight)]
     theirs = [part.double().requires_grad_() for part in (x, weight)]
     y = _grouped_linear(mine[0], mine[1], transposed, Groups(torch.tensor(ends, dtype=torch.int32, device=device)), None)
     expected = group_by_group(*theirs, transposed, ends)
-    given = torch.randn(16, 40).to(dtype)
+    given = torch.randn(ends[-1], 40).to(dtype)
     y.backward(given.to(device))
     expected.backward(given.double())
     found = [y, *(part.grad for part in mine)]

@@ -177,7 +177,7 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
     if not kept:
         kept.append(Connections(torch.device("cpu"), "gloo", TIMEOUT_S))
     connections: Connections = kept[0]
-    connections.connect(plan, program, reduction_ranks(plan, program, lane_ranks(plan, program)))
+    connections.connect(plan, program, *reduction_ranks(plan, program, lane_ranks(plan, program)))
     if rank >= len(plan.devices):
         return Outcome([], [], {})
     world = World(plan, program, connections)
