@@ -637,13 +637,15 @@ def to_deepspeed(plan: Plan) -> Export:
         return notes.export(str)
     if grid.pipeline > 1:
         _deepspeed_pipeline(plan, grid, notes)
-    if plan.shard_group is not None and plan.zero_stage != 3 and plan.shard_group < grid.data:
+    if plan.shard_group is not None and plan.zero_stage in (1, 2) and plan.shard_group < grid.data:
         notes.refused.append(
             f"shard_group {plan.shard_group} under ZeRO {plan.zero_stage}: DeepSpeed has groups under ZeRO 3 (MiCS)"
         )
     zero: dict[str, object] = {"stage": plan.zero_stage, "overlap_comm": plan.overlap_gradients}
     if plan.zero_stage == 3 and plan.shard_group is not None:
         zero["mics_shard_size"] = plan.shard_group
+    if plan.offload_optimizer and plan.zero_stage == 0:
+        notes.refused.append("a whole optimizer in host memory: DeepSpeed offloads under ZeRO 1, 2 and 3")
     if plan.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, object] = {
@@ -777,6 +779,8 @@ def to_hexiscale(plan: Plan) -> Export:
         notes.differs.append("the optimizer in host memory: HexiScale keeps it on the GPU")
     if plan.gradient_precision != "fp32":
         notes.differs.append(f"gradients in {plan.gradient_precision}: HexiScale has no setting for it")
+    if plan.shard_group is not None and plan.zero_stage >= 1:
+        notes.differs.append(f"shard_group {plan.shard_group}: HexiScale divides states over all replicas")
     ordered = [replace(p, stages=tuple(p.stages[s] for s in p.visiting_order)) for p in plan.pipelines]
     recomputing = [_share(stage) for _, _, stage in stages]
     recomputes = any(mode for mode, _ in recomputing)

@@ -155,7 +155,7 @@ class _Grid:
 
     def _judges_and_seeds(self) -> tuple[list[str], list[int]]:
         judges = self._list("judges", _name(judge_named), "the name of a judge", ["simulate"])
-        return judges, self._list("seeds", _whole(0), "a whole number of at least 0", [0])
+        return judges, self._list("seeds", _whole(0, MOST_SEED), "a whole number from 0 to 2^63 - 1", [0])
 
     def _list(
         self, key: str, convert: Callable[[object], Value], accepted: str, default: Sequence[Any] | None = None
@@ -206,9 +206,13 @@ def _one_of(what: str, accepted: Iterable[str]) -> Callable[[object], str]:
     return convert
 
 
-def _whole(minimum: int) -> Callable[[object], int]:
+MOST_SEED = 2**63 - 1
+"""That the tables of rows can hold."""
+
+
+def _whole(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
     def convert(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
             raise ValueError
         return value
 

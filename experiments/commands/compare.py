@@ -21,6 +21,7 @@ from experiments.commands.options import (
     StackName,
     budget_s,
     files_behind,
+    folder,
     on_stack,
     read_clusters,
     read_job,
@@ -70,6 +71,7 @@ Folder = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
+        parser=folder,
         help="Write all plans, tables and a picture there. What is killed continues there when it is run again.",
         show_default=False,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from experiments.commands.options import budget_s
+from experiments.commands.options import budget_s, folder
 from experiments.commands.sweep import Processes, Ray, RunBudget, carry_out
 from experiments.journal import CSV
 from experiments.output import Outputs, console
@@ -27,6 +28,7 @@ Folder = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
+        parser=folder,
         help="Write rows, plans, plots and the table there. What is stopped continues there.",
         show_default=False,
     ),
@@ -61,6 +63,9 @@ def experiment(
     chosen = experiment_named(name)
     if out is None:
         raise InputError(f"--out: expected the folder to write to, as in motley experiment {name} --out results/{name}")
+    for taken in sorted(out.glob(f"{glob.escape(chosen.name)}*.png")):
+        if taken.is_dir():
+            raise InputError(f"--out: {taken} is a folder, but a picture is to be written there")
     runs = list(chosen.runs())
     if budget is not None:
         limit_s = budget_s(budget)

@@ -25,6 +25,7 @@ from experiments.commands.options import (
     SequenceLength,
     budget_s,
     files_behind,
+    folder,
     read_job,
     whole_number,
 )
@@ -77,7 +78,10 @@ def loop(
         str, typer.Option("--data", metavar="DATA", help="text:FILE, text:FOLDER (tokens are bytes), or tokens:FILE.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The folder of it all; what is there already is not done again.")
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", parser=folder, help="The folder of it all; what is there already is not done again."
+        ),
     ],
     sequence_length: SequenceLength = None,
     precision: Precision = "fp32",

@@ -23,6 +23,13 @@ from sim.spec.transformer import Transformer, model_file, transformer
 MOST_DEFAULT_TOKENS = 4096
 
 
+def folder(text: object) -> Path:
+    """The path of a folder. An empty one, as of a variable that is not set, is refused: it would be the working directory."""
+    if not str(text):
+        raise typer.BadParameter("expected the name of a folder, but got ''")
+    return Path(str(text))
+
+
 def whole_number(minimum: int) -> Callable[[object], int]:
     """A parser of whole numbers of at least `minimum`, whose error names the value, which typer's own does not."""
 

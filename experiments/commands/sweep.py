@@ -13,10 +13,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from experiments.commands.options import Seed, budget_s, whole_number
+from experiments.commands.options import Seed, budget_s, folder, whole_number
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
-from experiments.journal import CSV, JOURNAL, PARQUET, Head, Journal, tables_there, write_tables
+from experiments.journal import CSV, JOURNAL, PARQUET, PLANS, Head, Journal, tables_there, write_tables
 from experiments.output import Outputs, check_folder, outputs
 from experiments.progress import count_progress
 from experiments.sweep import COLUMNS, Row, Run, named
@@ -34,7 +34,11 @@ SweepFile = Annotated[
 Folder = Annotated[
     Path,
     typer.Option(
-        "--out", metavar="DIR", help="Write the rows and plans there. What is stopped continues there.", show_default=False
+        "--out",
+        metavar="DIR",
+        parser=folder,
+        help="Write the rows and plans there. What is stopped continues there.",
+        show_default=False,
     ),
 ]
 Ray = Annotated[
@@ -119,6 +123,7 @@ def carry_out(
     """
     runs = named(listed)
     check_folder("--out", out)
+    check_folder("--out", out / PLANS)
     files = outputs({f"--out ({file})": out / file for file in (JOURNAL, PARQUET, CSV, *also)}, inputs)
     with Journal(out, Head(name, tuple(runs))) as journal:
         earlier = len(journal.rows)

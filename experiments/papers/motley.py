@@ -325,12 +325,15 @@ def best_known_s(frame: pandas.DataFrame, cluster: str) -> float:
 
 
 def _qualities(frame: pandas.DataFrame, cluster: str) -> dict[tuple[str, float], list[float]]:
-    """The best known iteration over those that the seeds of each search found, by planner and budget; 0 where one found none."""
+    """The best known iteration over those that the seeds of each search found, by planner and budget; 0 where one found none.
+
+    The budgets are those that the searches had, of which there is one where it was given for all.
+    """
     best_s = best_known_s(frame, cluster)
     found: dict[tuple[str, float], list[float]] = {}
     for row in _rows(frame, TIME, cluster):
         seconds = row["iteration_s"]
-        found.setdefault((row["planner"], row["asked_s"]), []).append(best_s / seconds if seconds > 0 else 0.0)
+        found.setdefault((row["planner"], row["budget_s"]), []).append(best_s / seconds if seconds > 0 else 0.0)
     return found
 
 
@@ -480,14 +483,15 @@ def _plot_time(frame: pandas.DataFrame) -> Figure:
     figure, axes = _panels(4.6)
     for cluster, ax in zip(CLUSTERS, axes, strict=True):
         qualities = _qualities(frame, cluster)
+        budgets_s = sorted({budget_s for _, budget_s in qualities})
         for planner in TIMED:
-            each = [qualities[planner, budget_s] for budget_s in BUDGETS_S]
+            each = [qualities[planner, budget_s] for budget_s in budgets_s]
             style = _style(planner)
             if TIMED[planner] > 1:
                 lowest, highest = [min(q) for q in each], [max(q) for q in each]
-                ax.fill_between(BUDGETS_S, lowest, highest, color=style["color"], alpha=0.12, linewidth=0)
-            ax.plot(BUDGETS_S, [median(q) for q in each], label=planner, **style)
-        _log_axis(ax, "x", BUDGETS_S)
+                ax.fill_between(budgets_s, lowest, highest, color=style["color"], alpha=0.12, linewidth=0)
+            ax.plot(budgets_s, [median(q) for q in each], label=planner, **style)
+        _log_axis(ax, "x", budgets_s)
         ax.set_ylim(0, 1.03)
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         ax.set_xlabel("seconds of search, one core")
@@ -612,14 +616,14 @@ _Lines = tuple[list[str], list[list[str]]]
 
 
 def _time_lines(frame: pandas.DataFrame) -> _Lines:
-    lines = []
+    lines, budgets_s = [], sorted({row["budget_s"] for cluster in CLUSTERS for row in _rows(frame, TIME, cluster)})
     for cluster in CLUSTERS:
         qualities = _qualities(frame, cluster)
         for planner in TIMED:
-            each = [qualities[planner, budget_s] for budget_s in BUDGETS_S]
+            each = [qualities[planner, budget_s] for budget_s in budgets_s]
             cells = [f"{median(q):.0%}" + (f" ({min(q):.0%})" if len(q) > 1 else "") for q in each]
             lines.append([f"{cluster}, {planner}", *cells])
-    return ["cluster, planner", *[f"{budget_s:g} s" for budget_s in BUDGETS_S]], lines
+    return ["cluster, planner", *[f"{budget_s:g} s" for budget_s in budgets_s]], lines
 
 
 def _links_lines(frame: pandas.DataFrame) -> _Lines:

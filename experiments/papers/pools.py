@@ -393,6 +393,10 @@ def _plot_frontier(rows: pandas.DataFrame) -> Figure:
                 ax.annotate(
                     f"{end.gpus}", (end.tokens_per_s / 1e3, end.per_billion), (5, 5), textcoords="offset points", fontsize=8
                 )
+        if own.empty:
+            ax.text(0.5, 0.5, "no plan was found in the time", ha="center", va="center", transform=ax.transAxes)
+            ax.set_title(_title(series), loc="left", fontsize=11)
+            continue
         front = _front(own)
         ax.plot(front.tokens_per_s / 1e3, front.per_billion, color="#606060", linewidth=1.2, linestyle="--", zorder=0.5)
         ax.set_xscale("log")

@@ -403,7 +403,7 @@ def read_cluster(path: str | Path) -> Cluster:
 def parse_cluster(text: str, path: str | Path) -> Cluster:
     """The cluster of a YAML text, as of a file at `path`. Raises InputError as `read_cluster` does."""
     table = Table(parse_yaml(text, str(path)), str(path))
-    name = table.text("name")
+    name = table.name("name")
     if "/" in name or "\0" in name:
         raise table.error("name", f"a cluster's name becomes part of file names and has no '/', but got {name!r}")
     kinds: dict[str, GpuKind] = {}

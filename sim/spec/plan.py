@@ -398,7 +398,7 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
     model = table.get("model", lambda value: value, "a preset name or the fields of a transformer")
     model = read_transformer(table.table("model")) if isinstance(model, dict) else table.text("model")
     values: dict[str, Any] = {
-        "cluster": table.text("cluster"),
+        "cluster": table.name("cluster"),
         "model": model,
         "sequence_length": table.integer("sequence_length", minimum=1),
         "global_batch": table.integer("global_batch", minimum=1),

@@ -330,6 +330,16 @@ class Table:
 
         return self.get(key, convert, "a text", default)
 
+    def name(self, key: str) -> str:
+        """A text of one line: names are written into comments, tables and file names."""
+
+        def convert(value: object) -> str:
+            if not isinstance(value, str) or not value.strip() or not value.isprintable():
+                raise ValueError
+            return value
+
+        return self.get(key, convert, "a text of one line")
+
     def integer(self, key: str, default: Any = REQUIRED, minimum: int = 0, maximum: int | None = None) -> int:
         """A whole number of at least `minimum`, and at most `maximum` where there is one."""
 

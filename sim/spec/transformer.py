@@ -254,7 +254,7 @@ def read_transformer(table: Table) -> Transformer:
     ffn = table.integer("ffn", minimum=1)
     experts = _or_none(table, "experts")
     fields: dict[str, Any] = {
-        "name": table.text("name"),
+        "name": table.name("name"),
         "layers": table.integer("layers", minimum=1),
         "hidden": table.integer("hidden", minimum=1),
         "ffn": ffn,

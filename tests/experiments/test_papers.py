@@ -170,6 +170,31 @@ def test_without_a_folder_it_says_in_one_line_what_to_write(motley: Motley, tiny
     assert ran.err.count("\n") == 1 and "motley experiment tiny --out results/tiny" in ran.err
 
 
+def test_a_folder_where_a_picture_goes_and_no_folder_at_all_are_told_before_the_work(
+    motley: Motley, tiny: Experiment, world: World
+) -> None:
+    out = world.folder / "out"
+    (out / "tiny-bars.png").mkdir(parents=True)
+    for folder, told in ((out, "tiny-bars.png is a folder, but a picture is to be written there"), ("", "but got ''")):
+        ran = motley("experiment", "tiny", "--out", folder)
+        assert ran.code == 2 and ran.err.count("\n") == 1 and told in ran.err and not ran.out
+    assert [path.name for path in out.iterdir()] == ["tiny-bars.png"]
+
+
+@pytest.mark.parametrize("name", ["motley", "pools"])
+def test_pictures_are_drawn_of_what_one_short_budget_found(name: str) -> None:
+    """The seconds of a search are those it had, and where nothing was found nothing is drawn."""
+    rows = read_rows(PAGES / f"{name}.csv")
+    rows["budget_s"] = 0.02
+    if name == "pools":
+        rows["stands_in"] = True
+    for stem, figure in EXPERIMENTS[name].plot(rows).items():
+        figure.draw_without_rendering()
+        if stem == "motley-time":
+            assert {tick for ax in figure.axes for tick in ax.get_xticks()} == {0.02}
+    assert "0.02 s" in EXPERIMENTS[name].table(rows) or name == "pools"
+
+
 def test_an_experiment_writes_its_rows_figures_and_table(motley: Motley, tiny: Experiment, world: World) -> None:
     out = world.folder / "out"
     ran = motley("experiment", "tiny", "--out", out, "--processes", 1)

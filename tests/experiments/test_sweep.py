@@ -141,6 +141,17 @@ def test_a_factor_scales_what_a_matrix_says_between_nodes_and_a_rate_is_refused_
         with_bandwidth(cluster, "1 Gbit/s")
 
 
+def test_a_file_where_plans_go_and_no_folder_at_all_are_told_before_the_work(motley: Motley, world: World) -> None:
+    path = sweep_file(world, "clusters: [tiny.yaml]\nplans: [plan.json]\n")
+    out = world.folder / "out"
+    out.mkdir()
+    (out / "plans").write_text("mine")
+    for folder, told in ((out, "plans is a file, but a folder is needed there"), ("", "but got ''")):
+        ran = motley("sweep", path, "--out", folder)
+        assert ran.code == 2 and told in ran.err and ran.err.count("\n") == 1, ran.err
+    assert [path.name for path in out.iterdir()] == ["plans"] and (out / "plans").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -150,6 +161,10 @@ def test_a_factor_scales_what_a_matrix_says_between_nodes_and_a_rate_is_refused_
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nplanner: [x]\n", "unknown key 'planner'"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nmodels: [llama-2-7b]\n", "models: goes with planners only"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nseeds: [0, 1, 0]\n", "seeds: 0 stands twice"),
+        (
+            "clusters: [tiny.yaml]\nplans: [plan.json]\nseeds: [9223372036854775808]\n",
+            "seeds: expected a whole number from 0 to 2^63 - 1, but got 9223372036854775808",
+        ),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\njudges: [simulated]\n", "unknown judge 'simulated'"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nschedules: [1f2b]\n", "unknown schedule '1f2b'"),
         (

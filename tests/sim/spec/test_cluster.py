@@ -333,6 +333,14 @@ def test_a_mistake_in_a_node_is_told_in_one_line(tmp_path: Path, fields: str, er
     assert line.startswith(f"cluster.yaml: nodes[1]{'' if error.startswith(':') else '.'}{error}"), line
 
 
+def test_a_name_is_of_one_line(tmp_path: Path) -> None:
+    """For it is written into the comments of scripts."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text('name: "x\\n$(id)"\nnodes:\n  - {name: a, gpu: T4, gpus: 1, intra: pcie3}\n', encoding="utf-8")
+    with pytest.raises(InputError, match=r"cluster.yaml: name: expected a text of one line, but got 'x\\n\$\(id\)'"):
+        read_cluster(path)
+
+
 @pytest.mark.parametrize("name", ["a/0", "a b", "a,b", "a\\tb"])
 def test_a_node_name_cannot_hold_what_separates_devices(tmp_path: Path, name: str) -> None:
     line = nodes_refused(tmp_path, A100.replace("name: a", f'name: "{name}"'))
@@ -402,7 +410,7 @@ def test_a_mistake_beside_the_nodes_is_told_in_one_line(tmp_path: Path, rest: st
 
 
 def test_a_cluster_has_a_name_and_nodes(tmp_path: Path) -> None:
-    assert refused(tmp_path, "nodes: []\n") == "cluster.yaml: name: is missing; expected a text"
+    assert refused(tmp_path, "nodes: []\n") == "cluster.yaml: name: is missing; expected a text of one line"
     assert refused(tmp_path, "name: c\n") == "cluster.yaml: nodes: is missing; expected a list of at least 1 entries"
     assert refused(tmp_path, "name: c\nnodes: []\n").startswith("cluster.yaml: nodes: expected a list of at least 1 entries, but")
     assert refused(tmp_path, "") == "cluster.yaml: expected a mapping of keys to values, but got nothing"

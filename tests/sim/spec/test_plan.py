@@ -364,7 +364,7 @@ def test_a_model_must_be_known() -> None:
         ({"global_batch": 6.0}, "global_batch: expected a whole number of at least 1, but got 6.0"),
         ({"shard_group": 0}, "shard_group: expected a whole number of at least 1, but got 0"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, sgd, but got 'lion'"),
-        ({"cluster": ""}, "cluster: expected a text, but got ''"),
+        ({"cluster": ""}, "cluster: expected a text of one line, but got ''"),
         ({"pipelines": []}, "pipelines: expected a list of at least 1 entries, but got []"),
         ({"pipelines": [3]}, "pipelines[0]: expected a mapping of keys to values, but got 3"),
         ({"sequence_lenght": 3}, "unknown key 'sequence_lenght'; accepted: format, pipelines, model, cluster, sequence_length, "),
