@@ -106,6 +106,17 @@ COLUMNS: Mapping[str, type] = {
 }
 """What every row has, and of which type; None where it is not known. Labels stand behind `seed`. Explained in docs/sweeps.md."""
 
+
+def wrong_column(row: Row) -> str | None:
+    """The first column that a row lacks, or has something else in than belongs there; None where all is well."""
+    for name, kind in COLUMNS.items():
+        value = row.get(name)
+        belongs = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        if name not in row or not (value is None or belongs):
+            return name
+    return None
+
+
 ADDED = {"gradient_precision": "fp32"}
 """What stands in columns that tables of earlier sweeps do not have."""
 

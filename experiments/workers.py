@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +50,8 @@ class Workers:
             host, _, port = self.on.removeprefix(RAY).rpartition(":")
             if not self.on.startswith(RAY) or not host or not port.isdecimal():
                 raise InputError(f"--on: expected ray://HOST:PORT, such as ray://head:10001, but got {self.on!r}")
+            if find_spec("ray") is None:
+                raise InputError(f"--on: {self.on} needs Ray: pip install 'motley[ray]'")
 
     def work(self, function: Callable[[Task], Done], tasks: Sequence[Task]) -> Generator[tuple[Task, Done | Died], None, None]:
         """Each task with what the function returned for it, in the order they are done.

@@ -19,11 +19,12 @@ from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.journal import CSV, JOURNAL, PARQUET, PLANS, Head, Journal, tables_there, write_tables
 from experiments.output import Outputs, check_folder, outputs
 from experiments.progress import count_progress
-from experiments.sweep import COLUMNS, Row, Run, named
+from experiments.sweep import COLUMNS, Row, Run, named, wrong_column
 from experiments.sweep import sweep as run_sweep
 from experiments.sweep_files import read_sweep
 from experiments.tables import seconds
 from experiments.workers import Workers
+from sim.spec.reading import InputError
 
 SweepFile = Annotated[
     Path,
@@ -127,6 +128,12 @@ def carry_out(
     files = outputs({f"--out ({file})": out / file for file in (JOURNAL, PARQUET, CSV, *also)}, inputs)
     with Journal(out, Head(name, tuple(runs))) as journal:
         earlier = len(journal.rows)
+        for number, row in enumerate(journal.rows.values(), 2):
+            wrong = wrong_column(row)
+            if wrong is not None:
+                raise InputError(
+                    f"{out / JOURNAL}, line {number}: expected the row of a run, but its {wrong} is {row.get(wrong, 'missing')!r}"
+                )
         if earlier:
             files.say(f"continues in {out}: {earlier:,} of {len(runs):,} runs were finished before\n")
         interrupted = False

@@ -370,6 +370,11 @@ def test_a_journal_that_was_cut_in_its_head_begins_anew(motley: Motley, world: W
         (lambda text: text.replace('"digest": "', '"digest": "0', 1), "holds results of another sweep (sweep.yaml, 3 runs"),
         (lambda text: "something else", "is not the journal of a sweep"),
         (lambda text: text + "{}\n", "line 5: expected the row of a run of this sweep"),
+        (
+            lambda text: text.replace('"iteration_s": ', '"iteration": ', 1),
+            "line 2: expected the row of a run, but its iteration_s is",
+        ),
+        (lambda text: text.replace('"seed": 1', '"seed": "one"', 1), "line 3: expected the row of a run, but its seed is 'one'"),
     ],
 )
 def test_results_of_another_version_or_sweep_are_left_alone(
