@@ -38,13 +38,14 @@ test: $(INSTALLED)
 	@$(BIN)/python -m ruff format --quiet --check . || { \
 		echo "some files are not in the project's format; 'make format' rewrites them:" >&2; \
 		$(BIN)/python -m ruff format --check . >&2; exit 1; }
+	@echo "== mypy; beside it, what is compiled once on a machine"
+	@$(BIN)/python -W ignore::RuntimeWarning -m partition.estimated & compilation=$$!; \
+		$(BIN)/python -m mypy || { wait $$compilation; exit 1; }; \
+		wait $$compilation || true
 	@echo "== import arrows"
 	@$(BIN)/lint-imports
-	@echo "== mypy; beside it what is compiled once on a machine, and pytest"
-	@told=$$(mktemp); $(BIN)/python -m mypy >$$told 2>&1 & types=$$!; \
-		$(BIN)/python -W ignore::RuntimeWarning -m partition.estimated || true; \
-		OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal; tested=$$?; \
-		wait $$types; typed=$$?; [ $$typed = 0 ] || cat $$told >&2; rm -f $$told; exit $$((tested ? tested : typed))
+	@echo "== pytest"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 demo: $(INSTALLED)
 	@$(BIN)/motley demo --out results/demo
