@@ -1,5 +1,6 @@
 # A bare machine needs python3 (3.11 to 3.13, with venv and pip), git and make. Only pip uses the network.
 #   make test        everything that CI checks
+#   make install     what all others begin with: the environment in .venv
 #   make demo        the demonstration, into results/demo
 #   make docs        the documentation's pages as a site, into site
 #   make format      rewrite the code in the project's format
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := test
-.PHONY: test demo docs format slow benchmark clean
+.PHONY: test install demo docs format slow benchmark clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
@@ -30,6 +31,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "== installing Motley, torch and the tools into .venv (a minute or two)"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,runtime]'
 	@touch $@
+
+install: $(INSTALLED)
 
 # One thread a process: there are as many workers as cores, and threads that wait for one another only take time from them.
 test: $(INSTALLED)

@@ -329,7 +329,7 @@ def test_a_small_model_on_short_sequences_has_the_large_micro_batches_that_pay(b
     assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("objective", ["cost", "energy"])
+@pytest.mark.parametrize("objective", ["cost", pytest.param("energy", marks=pytest.mark.slow)])
 def test_no_other_planner_finds_what_costs_less_where_gpus_cost(objective: str) -> None:
     world = cluster(priced("a", "RTX4090", 2, 0.5, 30.0, 450.0), priced("b", "RTX3090", 2, 0.3, 20.0, 350.0))
     work, ledger = job(SMALL, batch=32), Ledger(world)

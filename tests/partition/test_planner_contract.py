@@ -69,7 +69,14 @@ def two_kinds(planner: str) -> tuple[Cluster, Job]:
 
 def places() -> list[object]:
     """Every planner in every world; the longest search in worlds that are like others only where time is no matter."""
-    long = {"gradients in bf16", "tied embeddings", "heads that few degrees divide", "fp32 with a T4"}
+    long = {
+        "gradients in bf16",
+        "tied embeddings",
+        "heads that few degrees divide",
+        "fp32 with a T4",
+        "one sequence",
+        "more GPUs than layers",
+    }
     found = [(world, planner) for world in WORLDS for planner in ALL]
     return [
         pytest.param(*one, marks=pytest.mark.slow, id="-".join(one)) if one[1] == "motley" and one[0] in long else one
