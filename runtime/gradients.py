@@ -282,9 +282,11 @@ class _SumOfShards:
 
     def end_scatter(self) -> None:
         """Nothing; returns when no more than the shard is under way (on a GPU: for what is queued after it)."""
+        if self._scatter is None:
+            return  # the shard is the whole
         if isinstance(self._begun, Future):
-            self._begun.result()  # only now, and by one thread alone: gloo copies the result whenever it is waited for
-        elif self.whole is not None and self._scatter is not None:
+            self._begun.result()  # the scatter is waited for by one thread alone: gloo copies its result each time
+        elif self.whole is not None:
             self._scatter.wait()
         self.whole = None
 
