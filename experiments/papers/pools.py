@@ -393,9 +393,13 @@ def _plot_frontier(rows: pandas.DataFrame) -> Figure:
                 ax.annotate(
                     f"{end.gpus}", (end.tokens_per_s / 1e3, end.per_billion), (5, 5), textcoords="offset points", fontsize=8
                 )
+        ax.set_title(_title(series), loc="left", fontsize=11)
+        ax.set_xlabel("thousand tokens/s")
+        _style(ax)
         if own.empty:
             ax.text(0.5, 0.5, "no plan was found in the time", ha="center", va="center", transform=ax.transAxes)
-            ax.set_title(_title(series), loc="left", fontsize=11)
+            ax.set_xticks([])
+            ax.set_yticks([])
             continue
         front = _front(own)
         ax.plot(front.tokens_per_s / 1e3, front.per_billion, color="#606060", linewidth=1.2, linestyle="--", zorder=0.5)
@@ -406,9 +410,6 @@ def _plot_frontier(rows: pandas.DataFrame) -> Figure:
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_formatter(NullFormatter())
         ax.margins(0.08)
-        ax.set_title(_title(series), loc="left", fontsize=11)
-        ax.set_xlabel("thousand tokens/s")
-        _style(ax)
         ax.legend(fontsize=9, frameon=False)
     axes[0].set_ylabel("$ for a billion tokens")
     return figure
