@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from sim.cost.compute import ComputeCost
 from sim.cost.network import Network, Transfer
-from sim.cost.traffic import exchange, message, work
+from sim.cost.traffic import exchange, message, sum_of_shards, work
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan
 from sim.spec.plan import Plan
@@ -179,23 +179,29 @@ class _Walk:
         self._spans = {(span.lane, span.instruction): span for span in trace.spans}
         self._cost, self._bare = ComputeCost(self.plan, cluster), ComputeCost(_without_recompute(self.plan), cluster)
         self._network = Network(cluster)
-        self._transfers: dict[object, Transfer] = {}
+        self._messages: dict[object, Transfer] = {}
+        self._exchanges: dict[object, tuple[Transfer, Transfer | None]] = {}
         self._at: dict[tuple[str, Instruction], int] = {}
         self._blocking: dict[str, list[int]] = {}
         """Of each instruction of a lane, the place of the last before it that the lane waited for; -1 = none."""
         self._queued: dict[str, list[int]] = {}
         """Of each message or collective, the place of the one that stood before it in its queue; -1 = none."""
+        self._reduced: dict[str, list[int]] = {}
+        """Of each instruction of a lane, the place of the last reduction of gradients before it; -1 = none."""
         self.busy: dict[str, list[tuple[float, float]]] = {}
         """When each lane works, in the order of time."""
         for lane in self.program.lanes:
             self._index(lane)
 
     def _index(self, lane: Lane) -> None:
-        blocking, queued, busy = [], [], []
-        last, queues = -1, dict[object, int]()
+        blocking, queued, reduced, busy = [], [], [], []
+        last, last_reduced, queues = -1, -1, dict[object, int]()
         for i, instruction in enumerate(lane.instructions):
             self._at[lane.name, instruction] = i
             blocking.append(last)
+            reduced.append(last_reduced)
+            if isinstance(instruction, ReduceGradients):
+                last_reduced = i
             queue = _queue(instruction)
             queued.append(-1 if queue is None else queues.get(queue, -1))
             if queue is None:
@@ -205,7 +211,7 @@ class _Walk:
             if ACTIVITIES[type(instruction)] in BUSY:
                 span = self._span(lane.name, instruction)
                 busy.append((span.start_s, span.end_s))
-        self._blocking[lane.name], self._queued[lane.name] = blocking, queued
+        self._blocking[lane.name], self._queued[lane.name], self._reduced[lane.name] = blocking, queued, reduced
         self.busy[lane.name] = busy
 
     def _span(self, lane: str, instruction: Instruction) -> Span:
@@ -228,17 +234,34 @@ class _Walk:
             received = isinstance(span.instruction, (RecvActivation, RecvGradient))
             # A receive takes no time of its own: what it waited for is the message.
             now_s = ended_s if received else min(ended_s, max(0.0, span.start_s))
+            earlier = self._sum_before(at, span) if ended_s == span.end_s else None
+            if earlier is not None:
+                now_s = self._end_s(earlier)
             found += reversed(list(self._pieces(span, now_s, ended_s)))
-            waits, at = lane, self._latest(at, span, now_s)
+            waits, at = lane, self._latest(at, span, now_s) if earlier is None else earlier
         found.append(Segment(0.0, now_s, WAITING, waits, "nothing", waits))
         return found[::-1]
+
+    def _end_s(self, at: Place) -> float:
+        lane, i = at
+        return self._span(lane, self.program.by_name[lane].instructions[i]).end_s
+
+    def _sum_before(self, at: Place, span: Span) -> Place | None:
+        """The sum of shards that the one which ends an instruction waited for, if that was not for its own scatter."""
+        instruction = span.instruction
+        if not isinstance(instruction, ReduceGradients) or self._exchange(instruction)[1] is None:
+            return None
+        scattered_s = span.start_s + self._network.alone_s(self._exchange(instruction)[0])
+        before = [(member, self._reduced[member][self._at[member, instruction]]) for member in self.program.members[instruction]]
+        latest = max(before, key=lambda place: self._end_s(place) if place[1] >= 0 else -1.0)
+        return latest if latest[1] >= 0 and scattered_s < self._end_s(latest) < span.end_s else None
 
     def _latest(self, at: Place, span: Span, now_s: float) -> Place | None:
         """Of what an instruction waited for, that which ended last, no later than now."""
         best: Place | None = None
         best_s = -1.0
         for lane, i in self._predecessors(at, span.instruction):
-            ended_s = min(self._span(lane, self.program.by_name[lane].instructions[i]).end_s, now_s)
+            ended_s = min(self._end_s((lane, i)), now_s)
             if ended_s > best_s:
                 best, best_s = (lane, i), ended_s
         return best
@@ -247,10 +270,12 @@ class _Walk:
         """What an instruction waits for: what is handed over by a lane's order first, then messages and collectives."""
         name, i = at
         if isinstance(instruction, (ReduceGradients, GatherParameters)):
-            for member in self.program.members[instruction]:
-                yield from self._before(member, self._at[member, instruction])
+            members = [(member, self._at[member, instruction]) for member in self.program.members[instruction]]
+            # A lane that came to it last before any that was busy with others, whose sums of shards may go on beside it.
+            for places in (self._blocking, self._queued):
+                yield from ((member, places[member][at]) for member, at in members if places[member][at] >= 0)
             return
-        yield from self._before(name, i)
+        yield from ((name, places[name][i]) for places in (self._blocking, self._queued) if places[name][i] >= 0)
         lane = self.program.by_name[name]
         if isinstance(instruction, (RecvActivation, RecvGradient)):
             ((peer, sent),) = dependencies(lane, instruction)
@@ -259,11 +284,6 @@ class _Walk:
             for peer, awaited in dependencies(lane, instruction):
                 if isinstance(awaited, (ReduceGradients, GatherParameters)):
                     yield peer, self._at[peer, awaited]
-
-    def _before(self, lane: str, i: int) -> Iterator[Place]:
-        for place in (self._blocking[lane][i], self._queued[lane][i]):
-            if place >= 0:
-                yield lane, place
 
     # --- What a piece is made of ---
 
@@ -274,14 +294,7 @@ class _Walk:
         if isinstance(instruction, (RecvActivation, RecvGradient)):
             return
         if isinstance(instruction, _ASYNCHRONOUS):
-            if isinstance(instruction, (SendActivation, SendGradient)):
-                transfer, activity = self._message(lane, instruction), MESSAGE
-            else:
-                transfer, activity = self._exchange(instruction), _EXCHANGES[type(instruction)]
-            free_s = min(end_s, max(start_s, span.end_s - transfer.latency_s))
-            link = self._link(transfer, span.start_s, max(span.start_s, span.end_s - transfer.latency_s))
-            yield Segment(start_s, free_s, LINK, link, activity, name)
-            yield Segment(free_s, end_s, LATENCY, link, activity, name)
+            yield from self._transfers(span, start_s, end_s)
             return
         activity = ACTIVITIES[type(instruction)]
         taken = work(self._network, self._cost, lane, instruction)
@@ -311,21 +324,44 @@ class _Walk:
             yield Segment(at_s, max(at_s, min(to_s, end_s)), cause, place, what, name)
             at_s = max(at_s, min(to_s, end_s))
 
+    def _transfers(self, span: Span, start_s: float, end_s: float) -> Iterator[Segment]:
+        """The segments of a message or collective from one instant to another, in the order of time."""
+        instruction, name = span.instruction, span.lane
+        moved: list[tuple[Transfer, float]]
+        if isinstance(instruction, (SendActivation, SendGradient)):
+            moved, activity = [(self._message(self.program.by_name[name], instruction), span.end_s)], MESSAGE
+        elif isinstance(instruction, (ReduceGradients, GatherParameters)):
+            exchanged, summed = self._exchange(instruction)
+            moved, activity = [(exchanged, span.end_s)], _EXCHANGES[type(instruction)]
+            if summed is not None and end_s < span.end_s:  # what stood in line waited for the scatter alone
+                moved = [(exchanged, end_s)]
+            elif summed is not None:  # with which counts what the scatter took longer among others
+                moved = [(exchanged, min(span.end_s, span.start_s + self._network.alone_s(exchanged))), (summed, span.end_s)]
+        began_s = span.start_s
+        for transfer, ended_s in moved:
+            stop_s = max(start_s, min(ended_s, end_s))
+            free_s = min(stop_s, max(start_s, ended_s - transfer.latency_s))
+            link = self._link(transfer, began_s, max(began_s, ended_s - transfer.latency_s))
+            yield Segment(start_s, free_s, LINK, link, activity, name)
+            yield Segment(free_s, stop_s, LATENCY, link, activity, name)
+            start_s, began_s = stop_s, ended_s
+
     def _message(self, lane: Lane, instruction: Send) -> Transfer:
         key = (lane.name, type(instruction), instruction.layer, instruction.peer, instruction.sequences)
-        found = self._transfers.get(key)
+        found = self._messages.get(key)
         if found is None:
             found = message(self._network, self.plan, lane, self.program.by_name[instruction.peer], instruction)
-            self._transfers[key] = found
+            self._messages[key] = found
         return found
 
-    def _exchange(self, instruction: Collective) -> Transfer:
+    def _exchange(self, instruction: Collective) -> tuple[Transfer, Transfer | None]:
+        """The transfer of a collective, and of the sum of shards after it."""
         members = self.program.members[instruction]
         key = (type(instruction), instruction.layers, members)
-        found = self._transfers.get(key)
+        found = self._exchanges.get(key)
         if found is None:
-            lanes = [self.program.by_name[name] for name in members]
-            found = self._transfers[key] = exchange(self._network, self.plan, instruction, lanes)
+            asked = self._network, self.plan, instruction, [self.program.by_name[name] for name in members]
+            found = self._exchanges[key] = exchange(*asked), sum_of_shards(*asked)
         return found
 
     def _link(self, transfer: Transfer, start_s: float, end_s: float) -> str:
@@ -348,14 +384,16 @@ class _Walk:
         for span in self.trace.spans:
             instruction = span.instruction
             if isinstance(instruction, (SendActivation, SendGradient)):
-                transfer = self._message(self.program.by_name[span.lane], instruction)
+                moved = [self._message(self.program.by_name[span.lane], instruction)]
             elif isinstance(instruction, (ReduceGradients, GatherParameters)) and instruction not in exchanged:
                 exchanged.add(instruction)
-                transfer = self._exchange(instruction)
+                moved = [transfer for transfer in self._exchange(instruction) if transfer is not None]
             else:
                 continue
-            for link, load in transfer.loads:
-                found.setdefault(link, []).append((span.start_s, max(span.start_s, span.end_s - transfer.latency_s), load))
+            for transfer in moved:
+                sent_s = max(span.start_s, span.end_s - transfer.latency_s)
+                for link, load in transfer.loads:
+                    found.setdefault(link, []).append((span.start_s, sent_s, load))
         return found
 
     def _carried(self, link: int, start_s: float, end_s: float) -> float:

@@ -2,7 +2,8 @@
 
 Each lane is a process that executes its instructions in order. Sends and collectives go on beside it. The messages from one
 lane to another, in one direction of the model, follow one another, and so do a lane's collectives, as on communication
-streams; a collective starts when all its members have come to it.
+streams; a collective starts when all its members have come to it. Where gradients are scattered inside shard groups, the sums
+of shards over these that follow are in line with one another alone.
 
 Of pipelines that behave alike (`sim.alike`) one runs, and what it did they did.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -237,12 +238,13 @@ class _Flows:
 
 @dataclass
 class _LaneState:
-    """A lane while it runs: its communication stream, its messages to send, and the types that wait for asynchronous ones."""
+    """A lane while it runs: its communication streams, its messages to send, and the types that wait for asynchronous ones."""
 
     lane: Lane
     works: LaneWork
     waiting_types: frozenset[type[Instruction]]
-    queue: deque[Collective] = field(default_factory=deque)
+    exchanges: deque[Collective] = field(default_factory=deque)
+    sums: deque[Collective] = field(default_factory=deque)
     outgoing: dict[tuple[type[Instruction], str], deque[Send]] = field(default_factory=dict)
 
 
@@ -282,7 +284,8 @@ class _Run:
         self._finished: set[Key] = set()
         self._waiters: dict[Key, simpy.Event] = {}
         self._arrived: dict[Collective, int] = {}
-        self._under_way: set[Collective] = set()
+        self._began_s: dict[Collective, float] = {}
+        self._summing: set[Collective] = set()
 
     # --- Execution ---
 
@@ -435,28 +438,60 @@ class _Run:
 
     def _collective(self, state: _LaneState, instruction: Collective) -> None:
         """Joins a collective and goes on; the last member to come starts it."""
-        state.queue.append(instruction)
+        state.exchanges.append(instruction)
         self._arrived[instruction] = self._arrived.get(instruction, 0) + 1
         self._start_collective(instruction)
 
     def _start_collective(self, instruction: Collective) -> None:
         """Starts a collective if all members have come to it and none of them is still busy with an earlier one."""
         members = self.program.members[instruction]
-        if self._arrived[instruction] < len(members) or instruction in self._under_way:
+        if self._arrived[instruction] < len(members) or instruction in self._began_s:
             return
-        if any(self._states[member].queue[0] != instruction for member in members):
+        queues = [self._states[member].exchanges for member in members]
+        if any(queue[0] != instruction for queue in queues):
             return
-        self._under_way.add(instruction)
-        env, shape, start_s = self.env, self.prepared.exchanges[instruction], self.env.now
+        self._began_s[instruction] = self.env.now
 
         def end() -> None:
-            share = round(shape.transfer.num_bytes / self.prepared.members[instruction])
-            for member in members:
-                self.spans.append(Span(member, instruction, start_s, env.now, share))
-                self._states[member].queue.popleft()
-                self._finish((member, instruction))
-            following = dict.fromkeys(self._states[member].queue[0] for member in members if self._states[member].queue)
-            for collective in following:
-                self._start_collective(collective)
+            if instruction in self.prepared.sums:
+                for member in members:
+                    self._states[member].sums.append(instruction)
+                self._start_sum(instruction)
+            else:
+                self._end_collective(instruction)
+            for following in _next(queues):
+                self._start_collective(following)
 
-        self._start(shape, end)
+        self._start(self.prepared.exchanges[instruction], end)
+
+    def _start_sum(self, instruction: Collective) -> None:
+        """Starts a sum of shards, whose scatter has ended, if no member is still busy with an earlier one."""
+        queues = [self._states[member].sums for member in self.program.members[instruction]]
+        if instruction in self._summing or any(queue[0] != instruction for queue in queues):
+            return
+        self._summing.add(instruction)
+
+        def end() -> None:
+            self._end_collective(instruction)
+            for following in _next(queues):
+                self._start_sum(following)
+
+        self._start(self.prepared.sums[instruction], end)
+
+    def _end_collective(self, instruction: Collective) -> None:
+        """Notes the end of a collective on all its members."""
+        prepared = self.prepared
+        num_bytes = prepared.exchanges[instruction].transfer.num_bytes
+        if instruction in prepared.sums:
+            num_bytes += prepared.sums[instruction].transfer.num_bytes
+        share = round(num_bytes / prepared.members[instruction])
+        for member in self.program.members[instruction]:
+            self.spans.append(Span(member, instruction, self._began_s[instruction], self.env.now, share))
+            self._finish((member, instruction))
+
+
+def _next(queues: Sequence[deque[Collective]]) -> list[Collective]:
+    """The collectives that come first in some queues, once each, when what came before them is taken out."""
+    for queue in queues:
+        queue.popleft()
+    return list(dict.fromkeys(queue[0] for queue in queues if queue))

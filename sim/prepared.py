@@ -17,7 +17,7 @@ from sim.alike import alike
 from sim.cost.compute import ComputeCost, host_of
 from sim.cost.network import Network, Transfer
 from sim.cost.sharing import Route, routes, slowest_bytes
-from sim.cost.traffic import exchange, inner, message, switch_owners, work
+from sim.cost.traffic import exchange, inner, message, sum_of_shards, switch_owners, work
 from sim.spec.compile import lane_instructions, lanes_of
 from sim.spec.plan import LayerRange, Plan
 from sim.spec.program import (
@@ -128,7 +128,8 @@ class Prepared:
     """A plan on a cluster, ready to run.
 
     `program` has the lanes that run, and `like` says for each lane of the plan which of these does what it does; `lanes` are all
-    by name, `works` what they take, `exchanges` the transfer of each collective and `members` how many lanes take part in it.
+    by name, `works` what they take, `exchanges` the transfer of each collective, `sums` that of the sum of shards that follows
+    some of them, and `members` how many lanes take part in each.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Prepared:
         for lane in lanes:
             for collective in uses[built[lane.name]].collectives:
                 members.setdefault(collective, []).append(lane)
-        self.exchanges = self._exchanges(members)
+        self.exchanges, self.sums = self._exchanges(members)
         self.members = {collective: len(held_by) for collective, held_by in members.items()}
         self.like = self._route(built)
         running = [name for name, first in self.like.items() if name == first]
@@ -207,16 +208,20 @@ class Prepared:
         keys = {lane.name: (built[lane.name], *(kinds.get(device, device) for device in lane.devices)) for lane in lanes}
         return {lane.name: first.setdefault(keys[lane.name], lane) for lane in lanes}
 
-    def _exchanges(self, members: Mapping[Collective, Sequence[Lane]]) -> dict[Collective, Shape]:
-        """The transfers of all collectives; those of every micro-batch alike are one shape."""
-        by_form: dict[Hashable, Shape] = {}
-        exchanges = {}
+    def _exchanges(self, members: Mapping[Collective, Sequence[Lane]]) -> tuple[dict[Collective, Shape], dict[Collective, Shape]]:
+        """The transfers of all collectives, and of sums of shards; those of every micro-batch alike are one shape."""
+        by_form: dict[Hashable, tuple[Shape, Shape | None]] = {}
+        exchanges, sums = {}, {}
         for instruction, lanes in members.items():
             form = (type(instruction), instruction.layers, tuple(lane.name for lane in lanes))
             if form not in by_form:
-                by_form[form] = Shape(exchange(self.network, self.plan, instruction, lanes))
-            exchanges[instruction] = by_form[form]
-        return exchanges
+                summed = sum_of_shards(self.network, self.plan, instruction, lanes)
+                one = Shape(exchange(self.network, self.plan, instruction, lanes))
+                by_form[form] = one, None if summed is None else Shape(summed)
+            exchanges[instruction], following = by_form[form]
+            if following is not None:
+                sums[instruction] = following
+        return exchanges, sums
 
     def _route(self, built: Mapping[str, str]) -> dict[str, str]:
         """For each lane the first that behaves as it does; gives the transfers of these, and of collectives, their routes."""
@@ -225,7 +230,7 @@ class Prepared:
         for lane in self.lanes.values():
             pipelines.setdefault(lane.pipeline, []).append(lane.name)
         groups = list(pipelines.values())
-        shared = list(dict.fromkeys(self.exchanges.values()))
+        shared = self._shared
         firsts, links = alike(
             [tuple((built[name], self.works[name].alone) for name in names) for names in groups],
             [[shape.transfer for name in names for shape in self.works[name].sharing] for names in groups],
@@ -247,6 +252,11 @@ class Prepared:
             shape.route = route
         return like
 
+    @property
+    def _shared(self) -> list[Shape]:
+        """The transfers that no pipeline has to itself."""
+        return list(dict.fromkeys([*self.exchanges.values(), *self.sums.values()]))
+
     def peers(self, model: str, name: str) -> dict[str, str]:
         """For each peer of a lane that of another one which is built as it is."""
         one, other = self.lanes[model], self.lanes[name]
@@ -260,7 +270,7 @@ class Prepared:
             for name, first in self.like.items()
             for shape, one in zip(self.works[name].shapes, self.works[first].shapes, strict=True)
         ]
-        for transfer, uses in [*used, *((shape.transfer, shape.uses) for shape in dict.fromkeys(self.exchanges.values()))]:
+        for transfer, uses in [*used, *((shape.transfer, shape.uses) for shape in self._shared)]:
             for link, load in transfer.loads:
                 found.setdefault(link, []).append(load * uses)
         return {link: math.fsum(some) for link, some in found.items()}

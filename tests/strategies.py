@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
+from sim.spec.compile import holders, lanes_of
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
@@ -73,7 +75,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
 
     The pipelines differ in stages, cuts, devices, degrees, replicas, micro-batch size and count; under ZeRO 2 and 3 all but
     cuts and counts. Stages hold as many layer ranges as the schedule takes. End stages may be empty, replicas take uneven
-    shares, some devices are left over; some schedules take sequences in slices.
+    shares, some devices are left over; some schedules take sequences in slices. ZeRO may divide over shard groups.
     """
     left = draw(st.permutations([device.name for device in cluster.devices]))
     zero_stage = draw(st.integers(0, 3))
@@ -119,7 +121,7 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
     if schedule in COUNTED_SCHEDULES and zero_stage < 2 and draw(st.booleans()):
         pipelines = [pipeline.holding(draw(in_flight(pipeline))) for pipeline in pipelines]
     sliced = schedule in SLICED_SCHEDULES and zero_stage < 2
-    return Plan(
+    made = Plan(
         cluster=cluster.name,
         model=model,
         sequence_length=draw(st.sampled_from((16, 128))),
@@ -134,6 +136,14 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
     )
+    return replace(made, shard_group=draw(st.sampled_from(_shard_groups(made)))) if zero_stage else made
+
+
+def _shard_groups(plan: Plan) -> list[int | None]:
+    """All that divides the number of copies of every layer, and of both ends."""
+    (lanes, _), n = lanes_of(plan), plan.transformer.layers
+    copies = [len(holders(lanes, layers, plan.transformer)) for layers in [(0, 0), *((i, i + 1) for i in range(n)), (n, n)]]
+    return [None, *(size for size in range(1, min(copies) + 1) if all(count % size == 0 for count in copies))]
 
 
 @st.composite

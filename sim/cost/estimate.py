@@ -43,6 +43,7 @@ from sim.cost.traffic import (
     inner_scale,
     message,
     ring_steps_s,
+    sum_of_shards,
     switch_owners,
     work,
 )
@@ -399,15 +400,18 @@ class _Folded:
         taken = [work(self.network, self.cost, each, instruction) for each in lanes]
         return [each.beside for each in taken], [each.after for each in taken]
 
-    def collective(self, instruction: Collective, groups: Iterable[int]) -> Transfer:
-        """The transfer of a gradient reduction or parameter gather over all lanes of some groups."""
-        members = sorted(n for group in groups for n in self.groups[group])
-        transfer = exchange(self.network, self.plan, instruction, [self.lanes[n] for n in members])
-        return self._on_standing(transfer) if self._islands.nodes else transfer
+    def collective(self, instruction: Collective, groups: Iterable[int]) -> tuple[Transfer, Transfer | None]:
+        """The transfer of a reduction or gather over all lanes of some groups, and of the sum of shards after it."""
+        members = [self.lanes[n] for n in sorted(n for group in groups for n in self.groups[group])]
+        exchanged = exchange(self.network, self.plan, instruction, members)
+        summed = sum_of_shards(self.network, self.plan, instruction, members)
+        return self._on_standing(exchanged), None if summed is None else self._on_standing(summed)
 
     def _on_standing(self, transfer: Transfer) -> Transfer:
         """A transfer on the links of the islands that stand for others, each with the most of those that it stands for."""
         known, nodes, links = self._standing_links, self._islands.nodes, self.network.links
+        if not nodes:
+            return transfer
         loads: dict[int, float] = {}
         for link, num_bytes in transfer.loads:
             standing = known.get(link)
@@ -456,8 +460,8 @@ class _Chain:
     """Of every group's lane, in its order."""
     flows: dict[int, list[int]] = field(default_factory=dict)
     """The ends of each form that others can slow."""
-    last: list[tuple[int, int]] = field(default_factory=list)
-    """Of every group: the end of its lane, and of its collectives."""
+    last: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of every group: the end of its lane, of its collectives, and of sums of shards."""
     period: tuple[int, int, int, int] | None = None
     """Of the stretch that repeats itself: its last end, links of a period, micro-batches of a period, how far back it looks."""
     course: Course | None = None
@@ -490,7 +494,8 @@ class _Layout:
         self._arrived: dict[tuple[int, int], int] = {}
         self._joined: list[list[tuple[Collective, int]]] = [[] for _ in lanes]
         self._next_joined = [0] * len(lanes)
-        self._collective_ends = [0] * len(lanes)
+        self._collective_ends, self._sum_ends = [0] * len(lanes), [0] * len(lanes)
+        self._summed: set[Collective] = set()
         self._collected: dict[Collective, int] = {}
         self._sends: list[dict[object, int]] = [{} for _ in lanes]
         self._receives: list[dict[object, int]] = [{} for _ in lanes]
@@ -513,7 +518,7 @@ class _Layout:
             sweeps.append(len(self._links))
         for g in groups:
             self._wait_for_all(g)
-        self.chain.last = list(zip(self._ends, self._collective_ends, strict=True))
+        self.chain.last = list(zip(self._ends, self._collective_ends, self._sum_ends, strict=True))
         if self.chain.micro_batches is not None:
             self.chain.period = self._period(sweeps)
         return self.chain
@@ -561,17 +566,17 @@ class _Layout:
     def _compute(self, g: int, instruction: Compute | OptimizerStep) -> bool:
         waits = self._waits[g]
         if instruction.__class__ in self._waiting[g]:
-            lane, collected, latest = self._lanes[g], self._collected, 0
-            for _, other in dependencies(lane, instruction):
+            # A lane's collectives follow one another, and so do its sums of shards, so that the last laid out is the last to end.
+            latest: dict[bool, tuple[int, int, str]] = {}
+            for _, other in dependencies(self._lanes[g], instruction):
                 if isinstance(other, COLLECTIVE_TYPES):
-                    end = collected.get(other)
+                    end = self._collected.get(other)
                     if end is None:
                         return False
-                    # A lane's collectives follow one another, so that the last laid out is the last to end.
-                    if end > latest:
-                        latest, cause = end, REDUCTION if isinstance(other, ReduceGradients) else GATHER
-            if latest:
-                waits.append((latest, 0, cause))
+                    queue = other in self._summed
+                    if queue not in latest or end > latest[queue][0]:
+                        latest[queue] = end, 0, REDUCTION if isinstance(other, ReduceGradients) else GATHER
+            waits += latest.values()
         work = work_key(instruction, self._estimate.plan.sequence_slices)
         number = self._works[g].get(work)
         if number is None:
@@ -627,24 +632,30 @@ class _Layout:
                 heads.append(joined[at][1])
             if len(heads) < len(members):
                 continue
-            befores = dict.fromkeys(
-                end for h, head in zip(members, heads, strict=True) for end in (head, self._collective_ends[h])
-            )
-            befores.pop(0, None)
-            form = self._estimate.collective_form(collective, tuple(members))
-            duration = self._estimate.wire_numbers[form]
-            ends = list(befores) or [0]
-            reached = ends[0]
-            for other in ends[1:-1]:
-                reached = self._link(reached, other, 0, 0)
-            end = self._link(reached, ends[-1], duration, duration)
-            self._collected[collective] = end
-            self.chain.flows.setdefault(form, []).append(end)
+            form, sum_form = self._estimate.collective_forms(collective, tuple(members))
+            befores = [end for h, head in zip(members, heads, strict=True) for end in (head, self._collective_ends[h])]
+            end = self._collected[collective] = self._after(befores, form)
+            if sum_form is not None:
+                self._summed.add(collective)
+                summed = self._collected[collective] = self._after([end, *(self._sum_ends[h] for h in members)], sum_form)
+                for h in members:
+                    self._sum_ends[h] = summed
             for h in members:
                 self._collective_ends[h] = end
                 self._next_joined[h] += 1
                 if self._next_joined[h] < len(self._joined[h]):
                     ready.append(self._joined[h][self._next_joined[h]][0])
+
+    def _after(self, befores: Iterable[int], form: int) -> int:
+        """The end of a transfer that begins when all others before it have ended."""
+        ends = [end for end in dict.fromkeys(befores) if end] or [0]
+        reached = ends[0]
+        for other in ends[1:-1]:
+            reached = self._link(reached, other, 0, 0)
+        duration = self._estimate.wire_numbers[form]
+        end = self._link(reached, ends[-1], duration, duration)
+        self.chain.flows.setdefault(form, []).append(end)
+        return end
 
     # --- What repeats itself ---
 
@@ -806,7 +817,7 @@ class Estimate:
         self._forms: list[_Form] = []
         self._routes: Routes | None = None
         self._message_forms: dict[tuple[int, int], int] = {}
-        self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], int] = {}
+        self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], tuple[int, int | None]] = {}
         self._fixed: list[float] = [0.0]
         self._work: dict[object, _Timed] = {}
         self._work_numbers: dict[tuple[int, WorkKey], int] = {}
@@ -895,15 +906,20 @@ class Estimate:
             self._message_forms[g, place] = self._form(transfers, wire_s, False, frozenset([stream]))
         return self._message_forms[g, place]
 
-    def collective_form(self, instruction: Collective, groups: tuple[int, ...]) -> int:
-        """The form of a gradient reduction or parameter gather over some groups."""
+    def collective_forms(self, instruction: Collective, groups: tuple[int, ...]) -> tuple[int, int | None]:
+        """The form of a gradient reduction or parameter gather over some groups, and that of the sum of shards after it."""
         start, stop = instruction.layers
         key = (type(instruction), instruction.layers if start == stop else (0, stop - start), groups)
         if key not in self._collective_forms:
-            transfer = self.folded.collective(instruction, groups)
-            seconds = self.network.alone_s(transfer) - transfer.latency_s
-            self._collective_forms[key] = self._form([transfer], seconds, True, frozenset(("exchange", g) for g in groups))
+            exchanged, summed = self.folded.collective(instruction, groups)
+            following = None if summed is None else self._collective_form("sum", summed, groups)
+            self._collective_forms[key] = self._collective_form("exchange", exchanged, groups), following
         return self._collective_forms[key]
+
+    def _collective_form(self, queue: str, transfer: Transfer, groups: tuple[int, ...]) -> int:
+        """A new form of a transfer that stands in line with others of its groups."""
+        seconds = self.network.alone_s(transfer) - transfer.latency_s
+        return self._form([transfer], seconds, True, frozenset((queue, g) for g in groups))
 
     def _form(self, members: list[Transfer], wire_s: float, late: bool, streams: frozenset[object]) -> int:
         """The number of a new form; see `_Form`."""
@@ -952,7 +968,7 @@ class Estimate:
         if stack is not None and stack.collective_scale != self.cluster.stack.collective_scale:
             # The transfers were made with the cluster's stack; their bytes are inversely proportional to the scale.
             scale = self.cluster.stack.collective_scale / stack.collective_scale
-            for form in self._collective_forms.values():
+            for form in (form for forms in self._collective_forms.values() for form in forms if form is not None):
                 wire_s[form] *= scale
                 durations[self.wire_numbers[form]] = wire_s[form] + late_s[form]
         for timed in self._work.values():

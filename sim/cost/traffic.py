@@ -326,20 +326,19 @@ def exchange(
 ) -> Transfer:
     """The transfer of a gradient reduction or parameter gather over its members, with the cluster's stack if none is given.
 
-    Experts that expert parallelism divides are exchanged among the groups that hold the same ones, after everything else.
+    Experts that expert parallelism divides are exchanged among the groups that hold the same ones, after everything else. With
+    shard groups (hybrid sharding: Zhao et al., 2023, arXiv:2304.11277, section 3.2.2) gradients are scattered, and parameters
+    gathered, inside each; `sum_of_shards` follows the former.
     """
-    model, stack = plan.transformer, stack if stack is not None else network.cluster.stack
-    start, stop = instruction.layers
-    experts = 0
-    if start < stop:
-        parts = layer_parameter_parts(model)
-        experts = (stop - start) * parts.experts if plan.expert_parallel > 1 else 0
-        parameters = (stop - start) * parts.total - experts
-    else:
-        parameters = embedding_parameters(model) if start == 0 else head_parameters(model)
+    stack = stack if stack is not None else network.cluster.stack
+    parameters, experts = _exchanged_parameters(plan, instruction), 0
+    if plan.expert_parallel > 1:
+        start, stop = instruction.layers
+        experts = (stop - start) * layer_parameter_parts(plan.transformer).experts
+        parameters -= experts
     reduce = isinstance(instruction, ReduceGradients)
     element_bytes = PRECISION_BYTES[plan.gradient_precision if reduce else plan.precision]
-    groups = [group for lane in members for group in lane.tensor_groups]
+    groups = _tensor_groups(members)
     found = _exchanged(network, plan, reduce, groups, parameters * element_bytes)
     if experts:
         degree = plan.expert_parallel
@@ -349,23 +348,44 @@ def exchange(
     return _slowed(found, stack.collective_scale)
 
 
-def _exchanged(network: Network, plan: Plan, reduce: bool, groups: Groups, num_bytes: float) -> Transfer:
-    """A reduction or gather of `num_bytes` over some groups.
+def sum_of_shards(
+    network: Network, plan: Plan, instruction: Collective, members: Sequence[Lane], stack: Stack | None = None
+) -> Transfer | None:
+    """What follows the `exchange` of a gradient reduction whose members are several shard groups: each shard's sum over these.
 
-    With shard groups the gradients are scattered inside each, and what every member then has is summed with its equals of the
-    other groups; parameters are gathered inside each (hybrid sharding: Zhao et al., 2023, arXiv:2304.11277, section 3.2.2).
+    None of everything else. It has communicators, and so a queue, of its own: the next exchange does not wait for it.
     """
-    if not reduce:
-        return at_once([across_lanes(network, "all_gather", part, num_bytes) for part in _sharding(plan, groups)])
-    if plan.zero_stage == 0:
+    stack = stack if stack is not None else network.cluster.stack
+    if not isinstance(instruction, ReduceGradients) or plan.zero_stage == 0:
+        return None
+    groups = _tensor_groups(members)
+    size = len(_sharding(plan, groups)[0])
+    if size == len(groups):
+        return None
+    num_bytes = _exchanged_parameters(plan, instruction) * PRECISION_BYTES[plan.gradient_precision] / size
+    return _slowed(
+        at_once([across_lanes(network, "all_reduce", groups[i::size], num_bytes) for i in range(size)]), stack.collective_scale
+    )
+
+
+def _exchanged_parameters(plan: Plan, instruction: Collective) -> int:
+    """How many parameters a collective exchanges, experts that are divided included."""
+    model, (start, stop) = plan.transformer, instruction.layers
+    if start < stop:
+        return (stop - start) * layer_parameter_parts(model).total
+    return embedding_parameters(model) if start == 0 else head_parameters(model)
+
+
+def _tensor_groups(members: Sequence[Lane]) -> Groups:
+    return [group for lane in members for group in lane.tensor_groups]
+
+
+def _exchanged(network: Network, plan: Plan, reduce: bool, groups: Groups, num_bytes: float) -> Transfer:
+    """A reduction or gather of `num_bytes` over some groups, inside each shard group."""
+    if reduce and plan.zero_stage == 0:
         return across_lanes(network, "all_reduce", groups, num_bytes)
-    inside = _sharding(plan, groups)
-    scattered = at_once([across_lanes(network, "reduce_scatter", part, num_bytes) for part in inside])
-    if len(inside) == 1:
-        return scattered
-    size = len(inside[0])
-    summed = [across_lanes(network, "all_reduce", groups[i::size], num_bytes / size) for i in range(size)]
-    return together([scattered, at_once(summed)])
+    kind = "reduce_scatter" if reduce else "all_gather"
+    return at_once([across_lanes(network, kind, part, num_bytes) for part in _sharding(plan, groups)])
 
 
 def _sharding(plan: Plan, groups: Groups) -> list[Groups]:

@@ -122,6 +122,19 @@ def test_the_gradient_reduction_of_the_slow_pipeline_ends_the_iteration(devices_
     assert rest and all(segment.cause == LINK and segment.activity == REDUCTION for segment in rest)
 
 
+def test_sums_of_shards_that_follow_one_another_end_the_iteration(devices_take: Taking, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The timeline is that of tests/sim/test_engine.py: from the first scatter on the cards are always busy.
+    monkeypatch.setattr("sim.spec.compile.BUCKET_PARAMETERS", 1)
+    devices_take(n0=1.0, n1=1.0)
+    replicas = [[stage(f"n{i // 2}/{i % 2}", (0, 4))] for i in range(4)]
+    cluster = ethernet_cluster([2, 2], bytes_per_s=100.0, intra_bytes_per_s=1e3)
+    path = of(plan(replicas, 1, zero_stage=2, shard_group=2), cluster)
+    after = [(segment.place, segment.activity) for segment in path.segments if segment.start_s >= 6]
+    sums = [place for place, activity in after if activity == REDUCTION]
+    # The scatter of the head, and the sums of the head, four layers and the embedding.
+    assert sums == ["n0/0>nvlink", *["n0/nic0>fabric"] * 6]
+
+
 def test_of_links_that_are_shared_the_one_that_holds_a_message_up_is_named(devices_take: Taking) -> None:
     # Two messages of 1 s alone come to one card at once, and take 2 s.
     devices_take(n0=1.0, n1=1.0, n2=1.0)

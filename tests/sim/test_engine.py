@@ -23,7 +23,7 @@ from sim.metrics import report
 from sim.prepared import Prepared, message_key
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, read_cluster
 from sim.spec.compile import compile_plan
-from sim.spec.counts import total_parameters
+from sim.spec.counts import embedding_parameters, head_parameters, layer_parameters, total_parameters
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.program import (
@@ -349,6 +349,42 @@ def test_the_optimizer_waits_for_the_reductions(every_device_takes: Given) -> No
     gathers = [s for s in trace.spans if instruction_text(s.instruction).startswith("G[")]
     assert step.start_s == reduced
     assert min(s.start_s for s in gathers) == step.end_s
+
+
+def test_sums_of_shards_hold_up_one_another_alone(every_device_takes: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two nodes of two devices, each of which is a shard group: gradients are scattered inside, and their sums cross the cards.
+    #
+    #  lane      B3 B2 B1 B0
+    #  scatters     S3 S2 S1 S0
+    #  sums            A3 A3 A3 A3 A2 A2 A2 A2 ...
+    every_device_takes(1.0, 2.0)
+    monkeypatch.setattr("sim.spec.compile.BUCKET_PARAMETERS", 1)
+    cluster = ethernet_cluster([2, 2], bytes_per_s=100.0, intra_bytes_per_s=1e3)
+    replicas = [[stage(f"n{i // 2}/{i % 2}", (0, 4))] for i in range(4)]
+    trace = simulate(plan(replicas, 1, zero_stage=2, shard_group=2), cluster)
+    counts = layer_parameters, embedding_parameters, head_parameters
+    layer, embedding, head = (count(trace.plan.transformer) for count in counts)
+    backward_s = [4 + 2.0 * (i + 1) for i in range(4)]
+    # The head's gradient is there with that of the last layer, the embedding's with that of the first.
+    ready = [(backward_s[0], head), *((at_s, layer) for at_s in backward_s), (backward_s[3], embedding)]
+    scattered_s = summed_s = 0.0
+    for at_s, parameters in ready:
+        scattered_s = max(scattered_s, at_s) + 4 * parameters / 2 / 1e3
+        # A shard of each of the two devices of a node goes over its card, there and back.
+        summed_s = max(summed_s, scattered_s) + 2 * (4 * parameters / 2) / 100.0
+    (step,) = [s for s in trace.spans if s.lane == "p0s0" and instruction_text(s.instruction) == "STEP"]
+    assert summed_s > scattered_s + 4 * layer / 100.0
+    assert step.start_s == pytest.approx(summed_s, rel=1e-12)
+
+
+def test_parameters_are_gathered_beside_sums_of_shards(every_device_takes: Given) -> None:
+    # The embedding's and the head's sums come last; those of two micro-batches hold up no gather of the second.
+    every_device_takes(1.0, 2.0)
+    replicas = [[stage(f"n{i // 2}/{i % 2}", (0, 1))] for i in range(4)]
+    cluster = ethernet_cluster([2, 2], bytes_per_s=1.0, intra_bytes_per_s=1e12)
+    trace = simulate(plan(replicas, 2, zero_stage=3, shard_group=2), cluster)
+    begun_s = [span.start_s for span in compute_spans(trace) if span.lane == "p0s0" and isinstance(span.instruction, Forward)]
+    assert begun_s == pytest.approx([0.0, 3.0], abs=1e-3)
 
 
 # --- Flows by hand ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, Inside, TensorCollective, optimizer_bytes
 from sim.cost.estimate import Estimate
 from sim.cost.network import Network, Transfer, together
-from sim.cost.traffic import Work, exchange, growth, message, work
+from sim.cost.traffic import Work, exchange, growth, message, sum_of_shards, work
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Intra
 from sim.spec.compile import compile_plan
@@ -686,11 +686,15 @@ def test_shard_groups_scatter_inside_and_sum_across(zero_stage: int) -> None:
     cluster, members = world(4), compile_plan(given).lanes
     network, parameters = Network(cluster), LAYERS * layer_parameters(MODEL)
     # Inside a pair a device sends half of the gradients, and of the half that it then has, all to its equal: 2 x 1/2 x 1/2.
-    reduced = exchange(network, given, ReduceGradients((0, LAYERS)), members)
-    assert sent_by(network, reduced) == pytest.approx({f"n{i}/nic0>fabric": 4 * parameters * (1 / 2 + 1 / 2) for i in range(4)})
+    reduction = ReduceGradients((0, LAYERS))
+    for moved in (exchange(network, given, reduction, members), sum_of_shards(network, given, reduction, members)):
+        assert moved is not None
+        assert sent_by(network, moved) == pytest.approx({f"n{i}/nic0>fabric": 4 * parameters / 2 for i in range(4)})
     gathered = exchange(network, given, GatherParameters((0, LAYERS)), members)
     assert sent_by(network, gathered) == pytest.approx({f"n{i}/nic0>fabric": 2 * parameters / 2 for i in range(4)})
     whole = replace(given, shard_group=None)
+    assert sum_of_shards(network, given, GatherParameters((0, LAYERS)), members) is None
+    assert sum_of_shards(network, whole, reduction, members) is None
     assert sent_by(network, exchange(network, whole, GatherParameters((0, LAYERS)), members)) == pytest.approx(
         {f"n{i}/nic0>fabric": 2 * parameters * 3 / 4 for i in range(4)}
     )
