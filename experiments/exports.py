@@ -40,6 +40,11 @@ class _Notes:
     by_hand: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
+    @property
+    def comments(self) -> list[str]:
+        """What differs and what is set by hand, for a file that takes comments, which outlives what a command said."""
+        return [*(f"# differs: {line}" for line in self.differs), *(f"# by hand: {line}" for line in self.by_hand)]
+
     def export(self, text: Callable[[], str]) -> Export:
         """The export; its text is asked for where nothing was refused."""
         if self.refused:
@@ -246,7 +251,7 @@ def to_megatron(plan: Plan) -> Export:
     if grid.context > 1:
         flags.append(f"--context-parallel-size {grid.context}")
     if plan.expert_parallel > 1:
-        flags.append(f"--expert-model-parallel-size {plan.expert_parallel}")
+        flags += [f"--expert-model-parallel-size {plan.expert_parallel}", "--moe-token-dispatcher-type alltoall"]
     if grid.tensor > 1 and (plan.sequence_parallel or model.experts is not None):
         flags.append("--sequence-parallel")
         if not plan.sequence_parallel:
@@ -269,16 +274,17 @@ def to_megatron(plan: Plan) -> Export:
         "a plan does not say them"
     )
     in_turn = max(grid.tensor, grid.context) > 1 and plan.zero_stage < 2
-    return notes.export(lambda: _megatron_text(plan, devices, [*model_flags, *flags], in_turn))
+    return notes.export(lambda: _megatron_text(plan, devices, [*model_flags, *flags], in_turn, notes.comments))
 
 
-def _megatron_text(plan: Plan, devices: Sequence[str], flags: Sequence[str], in_turn: bool) -> str:
+def _megatron_text(plan: Plan, devices: Sequence[str], flags: Sequence[str], in_turn: bool, comments: Sequence[str]) -> str:
     """The script; with `in_turn` kernels start in the order of the code, as Megatron-LM wants it for what overlaps them."""
     nodes = _nodes(devices)
     lines = [
         "#!/bin/sh",
         f"# {plan.transformer.name} on {plan.cluster}: {len(devices)} GPUs. Run it on every node, with its NODE_RANK.",
         *_rank_lines(devices),
+        *comments,
         *(["export CUDA_DEVICE_MAX_CONNECTIONS=1"] if in_turn else []),
         f"torchrun --nnodes {len(nodes)} --nproc-per-node {nodes[0][1]} --node-rank $NODE_RANK \\",
         "  --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-6000} pretrain_gpt.py \\",
@@ -534,7 +540,7 @@ def to_torchtitan(plan: Plan) -> Export:
     # The mesh has the pipeline outermost, then data, context and tensor ranks.
     _, devices = _placement({"": _by_rank(grid, pipeline_fastest=False)}, notes)
     notes.by_hand.append("data, tokenizer, learning rate and the number of steps: a plan does not say them")
-    return notes.export(lambda: _toml(plan, devices, tables))
+    return notes.export(lambda: _toml(plan, devices, tables, notes.comments))
 
 
 def _is_preset(model: Transformer) -> bool:
@@ -609,13 +615,14 @@ def _titan_recompute(grid: _Grid, notes: _Notes) -> dict[str, object]:
     return {"mode": RECOMPUTE[mode]}
 
 
-def _toml(plan: Plan, devices: Sequence[str], tables: Mapping[str, Mapping[str, object]]) -> str:
+def _toml(plan: Plan, devices: Sequence[str], tables: Mapping[str, Mapping[str, object]], comments: Sequence[str]) -> str:
     """The file. Texts, numbers, booleans and lists of them are written in TOML as in JSON."""
     nodes = _nodes(devices)
     lines = [
         f"# {plan.transformer.name} on {plan.cluster}: {len(devices)} GPUs",
         f"# torchrun --nnodes {len(nodes)} --nproc-per-node {nodes[0][1]} ... -m torchtitan.train --job.config_file THIS_FILE",
         *_rank_lines(devices),
+        *comments,
     ]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]

@@ -119,6 +119,12 @@ class _Grid:
             return [(with_bandwidth(cluster, value), (("bandwidth", str(value)),)) for cluster in clusters]
 
         by_rate = self._list("bandwidths", convert, "a rate such as '10 Gbit/s', or a factor such as x0.5")
+        made: dict[tuple[Cluster, ...], Label] = {}
+        for changed in by_rate:
+            (_, text) = changed[0][1][0]
+            earlier = made.setdefault(tuple(cluster for cluster, _ in changed), text)
+            if earlier != text:
+                raise self.table.error("bandwidths", f"{earlier!r} and {text!r} make the same clusters")
         return [changed[i] for i in range(len(clusters)) for changed in by_rate]
 
     def _paths(self, key: str) -> list[tuple[str, Path]]:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
 from experiments.parallel import cores
+from partition.parallel import interrupts_held
 from sim.spec.reading import InputError
 
 Task = TypeVar("Task")
@@ -82,11 +84,24 @@ def _in_parallel(
 ) -> Iterator[tuple[int, Done]]:
     """The place of each task with what the function returned for it, in the order they are done."""
     from joblib import Parallel, delayed, parallel_config  # takes long to import
+    from joblib.externals.loky.backend import resource_tracker as resource_tracker_of_joblib
 
     with parallel_config(backend, n_jobs=processes, **options):
         # One task a batch: what is done in a batch would be lost with it, and a task takes long enough.
         pool = Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs", max_nbytes=None)
-        yield from pool(delayed(_numbered)(function, i, task) for i, task in enumerate(tasks))
+        # Processes of their own, which Python starts with the first one else, and lets Ctrl-C through afterwards.
+        resource_tracker.ensure_running()
+        resource_tracker_of_joblib.ensure_running()
+        work: Generator[tuple[int, Done], None, None] | None = None
+        try:
+            with interrupts_held():  # here the first processes are started
+                work = pool(delayed(_numbered)(function, i, task) for i, task in enumerate(tasks))
+            yield from work
+        finally:
+            if work is not None:  # it gives out tasks for as long as it is open, even to processes that have ended
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that some tasks are not done is known
+                    work.close()
 
 
 def _numbered(function: Callable[[Task], Done], i: int, task: Task) -> tuple[int, Done]:

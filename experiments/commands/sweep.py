@@ -134,8 +134,13 @@ def carry_out(
                 raise InputError(
                     f"{out / JOURNAL}, line {number}: expected the row of a run, but its {wrong} is {row.get(wrong, 'missing')!r}"
                 )
+        lost = [digest for digest, row in journal.rows.items() if row["plan"] is not None and not (out / row["plan"]).is_file()]
+        for digest in lost:
+            del journal.rows[digest]
+        again = f"; {len(lost):,} of them again, whose plans are not in {out / PLANS} any more" if lost else ""
         if earlier:
-            files.say(f"continues in {out}: {earlier:,} of {len(runs):,} runs were finished before\n")
+            files.say(f"continues in {out}: {earlier:,} of {len(runs):,} runs were finished before{again}\n")
+        earlier -= len(lost)
         interrupted = False
         if earlier < len(runs):
             compile_first(*{name for run in runs.values() for name in (run.planner, run.judge)})

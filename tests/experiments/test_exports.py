@@ -219,9 +219,9 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"shard_group": 1}, {"--num-distributed-optimizer-instances"}),
         ({"offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"}),
         ({"zero_stage": 0, "offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-distributed-optimizer"}),
-        ({"model": "mixtral-8x7b"}, {"--num-experts", "--sequence-parallel"}),
+        ({"model": "mixtral-8x7b"}, {"--num-experts", "--moe-router-topk", "--sequence-parallel"}),
         ({"precision": "fp16"}, {"--fp16"}),
-        ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--num-experts", "--moe-router-topk"}),
+        ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--moe-token-dispatcher-type"}),
         ({"model": "mistral-7b"}, {"--window-size"}),
         ({"model": "qwen2.5-7b"}, {"--add-qkv-bias", "--disable-bias-linear"}),
         ({"model": "qwen3-8b"}, {"--qk-layernorm", "--disable-bias-linear"}),
@@ -466,8 +466,10 @@ def test_the_command_writes_the_file_and_tells_the_rest(motley: Motley, world: W
     plan, file = world.write("grid.json", grid(schedule="zb-1p").to_json()), world.folder / "launch.sh"
     ran = motley("export", plan, "--to", "megatron", "--out", file)
     assert ran.code == 0 and ran.err == ""
-    assert file.read_text() == export(grid(schedule="zb-1p"), "megatron").text
+    written = file.read_text()
+    assert written == export(grid(schedule="zb-1p"), "megatron").text
     lines = ran.out.splitlines()
+    assert [line[2:] for line in written.splitlines() if line.startswith(("# differs: ", "# by hand: "))] == lines[:-1]
     assert lines[0].startswith("differs: the schedule zb-1p") and lines[-1] == f"wrote {file}"
     assert any(line.startswith("by hand: data, tokenizer") for line in lines)
 

@@ -172,6 +172,10 @@ def test_a_file_where_plans_go_and_no_folder_at_all_are_told_before_the_work(mot
             "unknown gradient precision 'fp16'; accepted: fp32, bf16",
         ),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nbandwidths: [5]\n", "bandwidths: expected a rate"),
+        (
+            "clusters: [two.yaml]\nplans: [plan.json]\nbandwidths: [10 Gbit/s, x0.1, 10Gbit/s]\n",
+            "bandwidths: '10 Gbit/s' and '10Gbit/s' make the same clusters",
+        ),
         ("clusters: [tiny.yaml]\nplans: ['none-*.json']\n", "no file is like 'none-*.json'"),
         ("clusters: [nowhere.yaml]\nplans: [plan.json]\n", "nowhere.yaml: cannot be read"),
         (
@@ -190,6 +194,7 @@ def test_a_file_where_plans_go_and_no_folder_at_all_are_told_before_the_work(mot
 )
 def test_a_mistake_in_a_file_is_one_line_and_nothing_is_written(motley: Motley, world: World, text: str, told: str) -> None:
     path = sweep_file(world, text)
+    world.write("two.yaml", TWO_NODES)
     before = world.names()
     ran = motley("sweep", path, "--out", world.folder / "out")
     assert ran.code == 2 and told in ran.err and ran.err.count("\n") == 1, ran.err
@@ -351,6 +356,19 @@ def test_a_line_that_was_cut_is_executed_again_and_no_other(motley: Motley, worl
     assert again.splitlines()[:3] == lines[:3] and len(again.splitlines()) == 4
     same = [{**json.loads(line), "wall_s": 0.0} for line in (lines[3], again.splitlines()[3])]
     assert same[0] == same[1] and len(table(out)) == 3
+
+
+def test_a_run_whose_plan_is_gone_is_executed_again_and_no_other(motley: Motley, world: World) -> None:
+    path, out = plans_sweep(world), world.folder / "out"
+    assert motley("sweep", path, "--out", out, "--processes", 1).code == 0
+    before, text = sorted(file.name for file in (out / "plans").iterdir()), (out / JOURNAL).read_text()
+    (out / "plans" / before[1]).unlink()
+    ran = motley("sweep", path, "--out", out, "--processes", 1)
+    assert ran.code == 0 and "3 of 3 runs were finished before; 1 of them again, whose plans are not in" in ran.out
+    assert sorted(file.name for file in (out / "plans").iterdir()) == before
+    again = (out / JOURNAL).read_text()
+    assert again.startswith(text) and len(again.splitlines()) == len(text.splitlines()) + 1
+    assert len(table(out)) == 3 and "3 of 3 runs were finished before\n" in motley("sweep", path, "--out", out).out
 
 
 def test_a_journal_that_was_cut_in_its_head_begins_anew(motley: Motley, world: World) -> None:

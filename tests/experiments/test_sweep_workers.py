@@ -146,6 +146,40 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
     assert sorted(seeds_executed(world)[len(executed) :]) == sorted(set(range(count)) - set(before))
 
 
+INTERRUPTED_AT_THE_START = """
+import os, signal
+from contextlib import closing, contextmanager
+from experiments import workers
+
+held = workers.interrupts_held
+
+@contextmanager
+def interrupted():
+    with held():
+        yield
+        os.killpg(0, signal.SIGINT)
+
+workers.interrupts_held = interrupted
+
+if __name__ == "__main__":
+    try:
+        with closing(workers.Workers(2).work(hex, list(range(100)))) as work:
+            print(*work)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_an_interrupt_while_processes_are_started_ends_them_without_a_word(world: World) -> None:
+    # None of them has come so far that it could ignore the interrupt.
+    path = world.write("interrupted.py", INTERRUPTED_AT_THE_START)
+    process = subprocess.Popen(
+        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.communicate(timeout=60) == ("interrupted\n", "") and process.returncode == 0
+    wait_for(lambda: session_is_empty(process.pid), 30)
+
+
 def test_a_run_that_kills_its_process_is_a_row_and_the_others_are_finished(world: World) -> None:
     count, out = 4, world.folder / "out"
     process = begin("sweep", sweep_file(world, count, 0.0, fatal=2), "--out", out, "--processes", 2)
