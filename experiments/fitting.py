@@ -66,8 +66,9 @@ alike."""
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
 
-FIRST_STEPS = 3
-"""Steps of the search from each start, before the best of them is searched to its end."""
+FIRST_STEPS, FURTHER_STEPS = 6, 3
+"""Steps of the search from each start, and from each further one, before the best of them is searched to its end. After three
+steps the wrong one of two valleys can look better."""
 
 MOST_STEPS = 40
 """The most steps of one search."""
@@ -84,8 +85,9 @@ ROUNDS = 2
 class Parameter:
     """A constant of a stack: where its prior has its middle, its bounds, and the factor e^width that the prior lets it go.
 
-    The search starts at the middle. From the best it found, it starts once more at each of `further_starts`: what never decides
-    has no slope to follow.
+    The search starts at the middle, and with this constant at each of `first_starts`: what several constants could explain (a
+    slow host, or a long step of the optimizer) is a valley for each. From the best it found, it starts once more at each of
+    `further_starts`: what never decides has no slope to follow.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Parameter:
     further_starts: tuple[float, ...] = ()
     fewest_runs: int = 0
     """With fewer runs it keeps the value that the stack has: too little to tell it from others."""
+    first_starts: tuple[float, ...] = ()
 
 
 TIME_PARAMETERS = (
@@ -104,7 +107,7 @@ TIME_PARAMETERS = (
     Parameter("memory_traffic", 1.2, 0.3, 8.0, 0.4),
     Parameter("loss_traffic", 1.5, 0.3, 8.0, 0.5),
     Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
-    Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,)),
+    Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,), first_starts=(120e-6,)),
     Parameter("tensor_host_s", 1e-6, 1e-8, 1e-2, 4.0, (200e-6,), 50),
     Parameter("ring_step_s", 1e-6, 1e-8, 1e-2, 4.0, (50e-6,), 50),
     Parameter("micro_batch_s", 1e-4, 1e-6, 0.1, 2.0, (5e-3,)),
@@ -395,7 +398,7 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
 
     measured = np.log([seconds for _, seconds, _, _, _ in estimates])
     # A variant's own constants are told as multiples of the stack's, which they equal before any run says else.
-    apart = [replace(p, middle=1.0, least=1 / MOST_APART, most=MOST_APART, further_starts=()) for p in own]
+    apart = [replace(p, middle=1.0, least=1 / MOST_APART, most=MOST_APART, further_starts=(), first_starts=()) for p in own]
     factors = tuple(Parameter(name, 1.0, 0.4, 2.5, 0.2) for name in free)
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
     counts = Counter(source for _, _, _, source, _ in estimates)
@@ -502,18 +505,22 @@ def _solve(errors: Any, parameters: Sequence[Parameter], runs: int, weights: Any
             max_nfev=steps,
         )
 
+    def moved(logarithms: Any, n: int, value: float) -> Any:
+        """The same with another value of one parameter."""
+        changed = logarithms.copy()
+        changed[n] = math.log(value)
+        return changed
+
     narrow = ROBUST_ERROR if runs >= MANY_RUNS else FEW_ERROR
-    # The second start gives up on no run in its first steps: runs far off have no pull else.
-    best = min(
-        (searched(first, FIRST_STEPS, narrow) for first in (middle, searched(middle, FIRST_STEPS, WIDE_ERROR).x)),
-        key=lambda found: float(found.cost),
-    )
+    places = [(n, start) for n, parameter in enumerate(parameters) for start in parameter.first_starts]
+    starts = [middle, *(moved(middle, *place) for place in places)]
+    # From each once more without giving up on any run in the first steps: runs far off have no pull else.
+    starts += [searched(start, FIRST_STEPS, WIDE_ERROR).x for start in starts]
+    best = min((searched(start, FIRST_STEPS, narrow) for start in starts), key=lambda found: float(found.cost))
     for _ in range(ROUNDS):
         for n, parameter in enumerate(parameters):
             for start in parameter.further_starts:
-                moved = best.x.copy()
-                moved[n] = math.log(start)
-                other = searched(moved, FIRST_STEPS, narrow)
+                other = searched(moved(best.x, n, start), FURTHER_STEPS, narrow)
                 best = other if other.cost < best.cost else best
     return searched(best.x, MOST_STEPS, narrow, NEARER).x
 

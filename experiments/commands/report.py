@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Annotated
 
@@ -57,5 +58,9 @@ def report(results: Results, out: PageFile = "report.html", clusters: ClusterFil
     files.write("--out", report_page(found, shown, remarks))
     passed = [str(path) for path in found.passed_over]
     named = f": {', '.join(passed[:4])}{' and more' if len(passed) > 4 else ''}" if passed else ""
-    files.say(f"{len(found.runs)} runs of {len(found.read)} files; {len(passed)} files passed over{named}")
+    files.say(f"{_counted(found.runs, 'run')} of {_counted(found.read, 'file')}; {_counted(passed, 'file')} passed over{named}")
     files.finish()
+
+
+def _counted(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"

@@ -31,7 +31,7 @@ from sim.spec.cluster import links
 from sim.spec.counts import model_flop
 from sim.spec.gpu import efficiencies
 from sim.spec.reading import InputError
-from sim.spec.stack import Stack, stacks
+from sim.spec.stack import Stack, stack, stacks
 
 # --- Which runs ------------------------------------------------------------------------------------------------------
 
@@ -308,6 +308,16 @@ def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     for parameter in TIME_PARAMETERS:
         if not parameter.name.startswith(("tensor", "message", "node", "ring")):  # of which these runs say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_found_where_a_long_step_explains_nearly_as_much() -> None:
+    # From a quick host alone the search ends with a step of the optimizer that takes 244 ms, for models of a billion parameters.
+    rows = [row for row in read_runs(PUBLISHED) if row.source_key in ("amp_homo", "amp_het")]
+    start = replace(stack("deepspeed-amp"), host_s=20e-6, step_s=5e-3, source="")
+    found = fitted(rows, start)
+    assert found.timed == len(rows) == 29 and found.time_error < 0.045
+    assert found.stack.host_s > 150e-6 and found.stack.step_s < 50e-3
 
 
 def test_one_wild_run_moves_little() -> None:

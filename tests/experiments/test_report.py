@@ -386,7 +386,7 @@ def test_the_command_writes_one_file_and_keeps_an_earlier_one(motley: Motley, re
     assert ran.code == 0 and "41 runs of 7 files" in ran.out and "report.html.~1~" in ran.out
     assert (tmp_path / "report.html.~1~").read_text() == "earlier" and out.read_text().startswith("<!doctype html>")
     ran = motley("report", results / "run" / "measured.json", "--out", "-", "--title", "One trace")
-    assert "<title>One trace</title>" in ran.out and "1 runs of 1 files" in ran.err
+    assert "<title>One trace</title>" in ran.out and "1 run of 1 file;" in ran.err
 
 
 def test_what_is_nothing_of_motleys_is_passed_over_in_a_folder(motley: Motley, results: Path, tmp_path: Path) -> None:
