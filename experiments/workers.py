@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
@@ -94,14 +94,33 @@ def _in_parallel(
         resource_tracker_of_joblib.ensure_running()
         work: Generator[tuple[int, Done], None, None] | None = None
         try:
-            with interrupts_held():  # here the first processes are started
+            # Here the first processes are started; those of a Ray cluster, which may take their time, are not of this terminal.
+            with interrupts_held() if backend == "loky" else nullcontext():
                 work = pool(delayed(_numbered)(function, i, task) for i, task in enumerate(tasks))
-            yield from work
+            for each in work:  # noqa: UP028 - `yield from` would close it before what follows
+                yield each
         finally:
             if work is not None:  # it gives out tasks for as long as it is open, even to processes that have ended
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that some tasks are not done is known
+                with _ending():
                     work.close()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """While processes are ended: further interrupts say nothing new, and neither does joblib of tasks that are not done."""
+    told = threading.excepthook
+
+    def tell(failure: threading.ExceptHookArgs) -> None:
+        if failure.thread is None or failure.thread.name != "ExecutorManagerThread":  # which looks for tasks taken from it
+            told(failure)
+
+    threading.excepthook = tell
+    try:
+        with interrupts_held(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        threading.excepthook = told
 
 
 def _numbered(function: Callable[[Task], Done], i: int, task: Task) -> tuple[int, Done]:
@@ -134,7 +153,8 @@ def _here(function: Callable[[Task], Done], tasks: Sequence[Task], processes: in
                     yield left.pop(chosen[0]), Died("killed, perhaps because memory ran out", time.perf_counter() - began)
                     suspects -= 1
     finally:
-        get_reusable_executor().shutdown(wait=True, kill_workers=True)
+        with _ending():
+            get_reusable_executor().shutdown(wait=True, kill_workers=True)
 
 
 def _begin_worker(parent: int) -> None:

@@ -77,7 +77,7 @@ class Islands:
 
 
 def islands(plan: Plan, cluster: Cluster) -> Islands:
-    """The islands of a plan: pipelines that share nodes, or experts, are on one.
+    """The islands of a plan: pipelines that share nodes, experts, or a group among which ZeRO divides states, are on one.
 
     What the lanes of an island send each other crosses the links of its own nodes alone, so that islands meet in gradient
     reductions and parameter gathers only. Where nodes that are built alike may have unlike links (measured pairs, overrides,
@@ -86,7 +86,9 @@ def islands(plan: Plan, cluster: Cluster) -> Islands:
     # In the order in which rings go round them: two islands whose nodes stand otherwise are not alike.
     pipelines, nodes = plan.pipelines, sorted(cluster.nodes, key=lambda node: node.rack or "")
     measured = cluster.bandwidth_matrix is not None or cluster.link_overrides
-    if len(pipelines) < 2 or measured or cluster.fabric.oversubscription > 1 or len({node.site for node in nodes}) > 1:
+    shards = _shards(plan)
+    apart = cluster.fabric.oversubscription > 1 or len({node.site for node in nodes}) > 1
+    if len(pipelines) < 2 or measured or apart or shards is None:
         return Islands(range(len(pipelines)), {})
     numbers = {node.name: number for number, node in enumerate(nodes)}
     devices = [[cluster.device(d) for s in pipeline.stages for r in s.replicas for d in r.devices] for pipeline in pipelines]
@@ -94,7 +96,7 @@ def islands(plan: Plan, cluster: Cluster) -> Islands:
     found, of_node = list(range(len(pipelines))), dict[str, str]()
     first: dict[Hashable, tuple[list[int], list[int]]] = {}
     makes = [_make(node) for node in nodes]
-    for members in _joined([{*some, *experts} for some, experts in zip(on, _experts(plan), strict=True)]):
+    for members in _joined([{*each, *e, *s} for each, e, s in zip(on, _experts(plan), shards, strict=True)]):
         used = sorted({number for p in members for number in on[p]})
         place = {nodes[number].name: at for at, number in enumerate(used)}
         built = [
@@ -114,15 +116,37 @@ def _make(node: Node) -> Hashable:
     return tuple([getattr(node, each.name) for each in fields(node) if each.name not in ("name", "rack")])
 
 
-def _experts(plan: Plan) -> list[list[tuple[int, int]]]:
-    """For each pipeline the groups among which experts are divided that it has a part in, by stage and number."""
-    found: list[list[tuple[int, int]]] = [[] for _ in plan.pipelines]
-    if plan.expert_parallel > 1:
-        for s, stage in enumerate(plan.pipelines[0].stages):  # those of all pipelines are alike
-            copies = len(stage.replicas) * plan.context_parallel
+Groups = list[list[tuple[str, int, int]]]
+"""For each pipeline the groups of copies of a stage that it has a part in: what they divide, the stage, and their number."""
+
+
+def _experts(plan: Plan) -> Groups:
+    """The groups among which experts are divided."""
+    copies = [len(stage.replicas) for stage in plan.pipelines[0].stages]  # those of all pipelines are alike
+    return _grouped(plan, "experts", copies, plan.expert_parallel)
+
+
+def _shards(plan: Plan) -> Groups | None:
+    """The groups among which ZeRO divides states, where not all copies of a layer are one; None where pipelines are not alike."""
+    if plan.shard_group is None or plan.zero_stage == 0:
+        return _grouped(plan, "shards", [], 1)
+    if len({tuple((stage.layers, len(stage.replicas)) for stage in pipeline.stages) for pipeline in plan.pipelines}) > 1:
+        return None
+    pipeline = plan.pipelines[0]
+    copies = [len(stage.replicas) for stage in pipeline.stages]
+    first, last = pipeline.chunks[0][0], pipeline.chunks[-1][0]
+    if plan.transformer.tied_embeddings and first != last:
+        copies.append(copies[first] + copies[last])  # of the embedding
+    return _grouped(plan, "shards", copies, plan.shard_group)
+
+
+def _grouped(plan: Plan, what: str, copies: Sequence[int], size: int) -> Groups:
+    """Groups of `size` copies that follow one another, of each stage; `copies`: those of one pipeline."""
+    found: Groups = [[] for _ in plan.pipelines]
+    if size > 1:
+        for s, count in enumerate(count * plan.context_parallel for count in copies):
             for p, own in enumerate(found):
-                groups = range(p * copies // plan.expert_parallel, ((p + 1) * copies - 1) // plan.expert_parallel + 1)
-                own += [(s, group) for group in groups]
+                own += [(what, s, group) for group in range(p * count // size, ((p + 1) * count - 1) // size + 1)]
     return found
 
 

@@ -252,9 +252,19 @@ class _Walk:
         if not isinstance(instruction, ReduceGradients) or self._exchange(instruction)[1] is None:
             return None
         scattered_s = span.start_s + self._network.alone_s(self._exchange(instruction)[0])
-        before = [(member, self._reduced[member][self._at[member, instruction]]) for member in self.program.members[instruction]]
-        latest = max(before, key=lambda place: self._end_s(place) if place[1] >= 0 else -1.0)
-        return latest if latest[1] >= 0 and scattered_s < self._end_s(latest) < span.end_s else None
+        before = [self._earlier_sum(member, self._at[member, instruction]) for member in self.program.members[instruction]]
+        latest = max((place for place in before if place is not None), key=self._end_s, default=None)
+        return latest if latest is not None and scattered_s < self._end_s(latest) < span.end_s else None
+
+    def _earlier_sum(self, lane: str, i: int) -> Place | None:
+        """The last reduction of a lane before an instruction that ends with a sum of shards."""
+        instructions = self.program.by_name[lane].instructions
+        while (i := self._reduced[lane][i]) >= 0:
+            instruction = instructions[i]
+            assert isinstance(instruction, ReduceGradients)
+            if self._exchange(instruction)[1] is not None:
+                return lane, i
+        return None
 
     def _latest(self, at: Place, span: Span, now_s: float) -> Place | None:
         """Of what an instruction waited for, that which ended last, no later than now."""

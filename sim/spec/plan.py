@@ -476,7 +476,7 @@ def _read_devices(table: Table) -> tuple[str, ...]:
     """The device names of one replica."""
     devices = table.items("devices", minimum=1)
     for device in devices:
-        if not isinstance(device, str):
+        if not isinstance(device, str) or not device.isprintable():
             raise table.error("devices", f"expected device names such as 'a100/0', but got {device!r}")
     return tuple(devices)
 

@@ -147,35 +147,35 @@ def test_a_sweep_that_was_stopped_twice_goes_on_and_repeats_nothing(world: World
 
 
 INTERRUPTED_AT_THE_START = """
-import os, signal
-from contextlib import closing, contextmanager
-from experiments import workers
+import os, signal, sys
+from contextlib import closing
+from joblib.externals.loky.backend.popen_loky_posix import Popen
+from experiments.workers import Workers
 
-held = workers.interrupts_held
+launch, launched = Popen._launch, []
 
-@contextmanager
-def interrupted():
-    with held():
-        yield
+def interrupted(*arguments):
+    launch(*arguments)
+    launched.append(arguments)
+    if len(launched) == int(sys.argv[1]):
         os.killpg(0, signal.SIGINT)
 
-workers.interrupts_held = interrupted
+Popen._launch = interrupted
 
 if __name__ == "__main__":
     try:
-        with closing(workers.Workers(2).work(hex, list(range(100)))) as work:
+        with closing(Workers(2).work(hex, list(range(100)))) as work:
             print(*work)
     except KeyboardInterrupt:
         print("interrupted")
 """
 
 
-def test_an_interrupt_while_processes_are_started_ends_them_without_a_word(world: World) -> None:
+@pytest.mark.parametrize("started", [1, 2])
+def test_an_interrupt_while_processes_are_started_ends_them_without_a_word(world: World, started: int) -> None:
     # None of them has come so far that it could ignore the interrupt.
-    path = world.write("interrupted.py", INTERRUPTED_AT_THE_START)
-    process = subprocess.Popen(
-        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, world.write("interrupted.py", INTERRUPTED_AT_THE_START), str(started)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.communicate(timeout=60) == ("interrupted\n", "") and process.returncode == 0
     wait_for(lambda: session_is_empty(process.pid), 30)
 

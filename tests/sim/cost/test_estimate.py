@@ -157,6 +157,20 @@ def test_context_experts_shard_groups_and_offloading_are_as_in_the_simulation(ch
     assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("tensor_parallel", "context_parallel", "nics", "shard_group", "zero_stage"),
+    [(1, 1, 1, 3, 2), (1, 1, 1, 3, 3), (1, 1, 1, 6, 1), (2, 1, 8, 3, 2), (2, 2, 1, 3, 2), (1, 1, 1, 8, 2)],
+)
+def test_shard_groups_that_part_nodes_unlike_are_as_in_the_simulation(
+    tensor_parallel: int, context_parallel: int, nics: int, shard_group: int, zero_stage: int
+) -> None:
+    # Of three nodes of eight, groups of three lie on one, on two, and on two: no node stands for another.
+    cluster, model = server_cluster(3, nics=nics), replace(transformer("gpt3-125m"), layers=4)
+    changes = {"context_parallel": context_parallel, "shard_group": shard_group, "zero_stage": zero_stage}
+    chosen = symmetric_plan(cluster, model, tensor_parallel, 1, 2, **changes)
+    assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulate_every_lane(chosen, cluster).iteration_s, rel=1e-9)
+
+
 def test_the_verdict_is_that_of_the_simulation() -> None:
     cluster = server_cluster(2)
     chosen = symmetric_plan(cluster, transformer("gpt3-1.3b"), 8, 2, 40, zero_stage=1)

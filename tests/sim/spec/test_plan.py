@@ -390,6 +390,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"devices": [], "layers": [0, 8]}, ".devices: expected a list of at least 1 entries, but got []"),
         ({"devices": "a/0", "layers": [0, 8]}, ".devices: expected a list of at least 1 entries, but got 'a/0'"),
         ({"devices": [0], "layers": [0, 8]}, ".devices: expected device names such as 'a100/0', but got 0"),
+        ({"devices": ["n\n/0"], "layers": [0, 8]}, ".devices: expected device names such as 'a100/0', but got 'n\\n/0'"),
         ({"devices": ["a/0"]}, ".layers: is missing; expected [start, stop] or a list of such ranges"),
         ({"devices": ["a/0"], "layers": []}, ".layers: expected [start, stop] or a list of such ranges, but got []"),
         ({"devices": ["a/0"], "layers": [8]}, ".layers: expected [start, stop] or a list of such ranges, but got [8]"),
