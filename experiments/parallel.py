@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,9 @@ Done = TypeVar("Done")
 BATCH = 8
 """How many tasks go to a process together at most."""
 
+ORPHAN_POLL_S = 0.5
+"""How often a worker process looks whether its parent is still there."""
+
 _stop: Any = None
 """In a worker process: the event that the parent sets when it is interrupted."""
 
@@ -26,6 +30,17 @@ _stop: Any = None
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with(parent: int) -> None:
+    """Nothing; this process ends soon after its parent, however that ended: nobody would wait for its work any more."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def check_interrupt(*_: object) -> None:
@@ -59,7 +74,7 @@ def in_processes(
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     interrupted = False
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(stop,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(stop, os.getpid())) as pool:
         places: dict[Future[list[Done | None]], list[int]] = {}
         try:
             with interrupts_held():  # the first tasks start the processes
@@ -131,11 +146,12 @@ def _in_this_process(
     return False
 
 
-def _begin_worker(stop: Any) -> None:
+def _begin_worker(stop: Any, parent: int) -> None:
     """Prepares a worker process: Ctrl-C reaches all processes of a terminal, and the parent alone answers it."""
     global _stop
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
 
 
 def _each(function: Callable[[Task], Done], tasks: Sequence[Task]) -> list[Done | None]:

@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.parallel import cores
+from experiments.parallel import cores, end_with
 from partition.parallel import interrupts_held
 from sim.spec.reading import InputError
 
@@ -29,7 +29,6 @@ Done = TypeVar("Done")
 RAY = "ray://"
 _RAY_PATIENCE_S = {"RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "2", "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "2"}
 """Ray tries three times, each time waiting so long."""
-_ORPHAN_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,7 @@ def _here(function: Callable[[Task], Done], tasks: Sequence[Task], processes: in
 def _begin_worker(parent: int) -> None:
     """Prepares a process on this machine: Ctrl-C is answered by its parent alone, and it ends when its parent has been killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_ORPHAN_POLL_S)
-    os._exit(1)
+    end_with(parent)
 
 
 # --- On a Ray cluster ------------------------------------------------------------------------------------------------

@@ -47,6 +47,30 @@ def test_processes_that_are_interrupted_as_they_import_say_nothing(tmp_path: Pat
     assert said == "([None, None, None, None], True)\n"
 
 
+LONG = """
+import os, time
+from experiments.parallel import in_processes
+
+def work(seconds):
+    os.write(1, b"working\\n")
+    time.sleep(seconds)
+
+if __name__ == "__main__":
+    in_processes(work, [600, 600], processes=2)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="has no processes that a parent leaves behind")
+def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LONG, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == 2 * ["working\n"]
+    process.kill()
+    assert process.communicate(timeout=60)[0] == ""  # whose end comes when the last process that could write has ended
+
+
 def test_a_second_interrupt_while_the_first_is_passed_on_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tell = Event.set
 
