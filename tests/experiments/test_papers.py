@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def test_an_experiment_that_was_stopped_continues_and_draws_when_all_is_done(
     whole, cut = world.folder / "whole", world.folder / "cut"
     assert motley("experiment", "tiny", "--out", whole, "--processes", 1).code == 0
     lines = (whole / JOURNAL).read_text().splitlines(keepends=True)
-    cut.mkdir()
+    shutil.copytree(whole / "plans", cut / "plans")
     (cut / JOURNAL).write_text("".join(lines[:-1]))  # all but the search
     searched: list[Run] = []
 
