@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -54,12 +54,13 @@ class Head:
 class Journal:
     """The journal of a sweep in a folder, open for more: a context that one process at a time can enter.
 
-    `rows` has the finished runs' rows by digest. Raises InputError where the folder holds results of another sweep or of another
-    version of Motley, or another process is at work in it; then nothing has been changed.
+    `rows` has the finished runs' rows by digest; `wrong` names the first column of a row that is no run's. Raises InputError
+    where the folder holds such rows, or results of another sweep or of another version of Motley, or another process is at
+    work in it; then nothing has been changed.
     """
 
-    def __init__(self, folder: Path, head: Head) -> None:
-        self.folder, self.head = folder, head
+    def __init__(self, folder: Path, head: Head, wrong: Callable[[Row], str | None] = lambda row: None) -> None:
+        self.folder, self.head, self._wrong = folder, head, wrong
         self.rows: dict[str, Row] = {}
         self._file: int | None = None
 
@@ -119,6 +120,9 @@ class Journal:
             row = parse_json(line, f"{path}, line {number}")
             if not isinstance(row, dict) or row.get("run") not in known:
                 raise InputError(f"{path}, line {number}: expected the row of a run of this sweep, but got {line[:60]!r}")
+            if (wrong := self._wrong(row)) is not None:
+                told = row.get(wrong, "missing")
+                raise InputError(f"{path}, line {number}: expected the row of a run, but its {wrong} is {told!r}")
             self.rows[row["run"]] = row
         if size < len(data):
             assert self._file is not None

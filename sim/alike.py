@@ -116,17 +116,17 @@ def _make(node: Node) -> Hashable:
     return tuple([getattr(node, each.name) for each in fields(node) if each.name not in ("name", "rack")])
 
 
-Groups = list[list[tuple[str, int, int]]]
+Parts = list[list[tuple[str, int, int]]]
 """For each pipeline the groups of copies of a stage that it has a part in: what they divide, the stage, and their number."""
 
 
-def _experts(plan: Plan) -> Groups:
+def _experts(plan: Plan) -> Parts:
     """The groups among which experts are divided."""
     copies = [len(stage.replicas) for stage in plan.pipelines[0].stages]  # those of all pipelines are alike
     return _grouped(plan, "experts", copies, plan.expert_parallel)
 
 
-def _shards(plan: Plan) -> Groups | None:
+def _shards(plan: Plan) -> Parts | None:
     """The groups among which ZeRO divides states, where not all copies of a layer are one; None where pipelines are not alike."""
     if plan.shard_group is None or plan.zero_stage == 0:
         return _grouped(plan, "shards", [], 1)
@@ -140,9 +140,9 @@ def _shards(plan: Plan) -> Groups | None:
     return _grouped(plan, "shards", copies, plan.shard_group)
 
 
-def _grouped(plan: Plan, what: str, copies: Sequence[int], size: int) -> Groups:
+def _grouped(plan: Plan, what: str, copies: Sequence[int], size: int) -> Parts:
     """Groups of `size` copies that follow one another, of each stage; `copies`: those of one pipeline."""
-    found: Groups = [[] for _ in plan.pipelines]
+    found: Parts = [[] for _ in plan.pipelines]
     if size > 1:
         for s, count in enumerate(count * plan.context_parallel for count in copies):
             for p, own in enumerate(found):

@@ -340,7 +340,8 @@ class _Walk:
         moved: list[tuple[Transfer, float]]
         if isinstance(instruction, (SendActivation, SendGradient)):
             moved, activity = [(self._message(self.program.by_name[name], instruction), span.end_s)], MESSAGE
-        elif isinstance(instruction, (ReduceGradients, GatherParameters)):
+        else:
+            assert isinstance(instruction, (ReduceGradients, GatherParameters))
             exchanged, summed = self._exchange(instruction)
             moved, activity = [(exchanged, span.end_s)], _EXCHANGES[type(instruction)]
             if summed is not None and end_s < span.end_s:  # what stood in line waited for the scatter alone

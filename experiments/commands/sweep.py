@@ -24,7 +24,6 @@ from experiments.sweep import sweep as run_sweep
 from experiments.sweep_files import read_sweep
 from experiments.tables import seconds
 from experiments.workers import Workers
-from sim.spec.reading import InputError
 
 SweepFile = Annotated[
     Path,
@@ -126,14 +125,8 @@ def carry_out(
     check_folder("--out", out)
     check_folder("--out", out / PLANS)
     files = outputs({f"--out ({file})": out / file for file in (JOURNAL, PARQUET, CSV, *also)}, inputs)
-    with Journal(out, Head(name, tuple(runs))) as journal:
+    with Journal(out, Head(name, tuple(runs)), wrong_column) as journal:
         earlier = len(journal.rows)
-        for number, row in enumerate(journal.rows.values(), 2):
-            wrong = wrong_column(row)
-            if wrong is not None:
-                raise InputError(
-                    f"{out / JOURNAL}, line {number}: expected the row of a run, but its {wrong} is {row.get(wrong, 'missing')!r}"
-                )
         lost = [digest for digest, row in journal.rows.items() if row["plan"] is not None and not (out / row["plan"]).is_file()]
         for digest in lost:
             del journal.rows[digest]
