@@ -40,6 +40,7 @@ STACK_CONSTANTS: Mapping[str, Sequence[Constant]] = {
         Constant("sharded_traffic", 3.0, 0.3, 30.0, 0.7),
         Constant("kernel_s", 3e-6, 1e-8, 1e-3, 1.0),
     ),
+    "mixture": (Constant("routing_traffic", 3.0, 0.3, 30.0, 0.7),),
     "head": (Constant("loss_traffic", 1.5, 0.3, 10.0, 0.7),),
     "optimizer": (Constant("optimizer_traffic", 1.3, 0.3, 10.0, 0.7),),
     "gradients": (Constant("gradient_bytes", 10.0, 1.0, 100.0, 0.7),),
@@ -159,7 +160,7 @@ def _work(m: bench.Measurement) -> Work:
         num_bytes = 2 * tokens * (shape["heads"] + shape["kv_heads"]) * width * size
         # Flash: half of it behind the causal mask, as `sim.cost.pieces.layer_work` has it.
         return AttentionWork(flop / 2, flop / length, tokens * shape["heads"], num_bytes, True)
-    if what == "layer":
+    if what in ("layer", "mixture"):
         sizes = shape["sequences"], shape["sequence_length"], shape["tensor_parallel"]
         return layer_work(measured_model(shape), *sizes, False, size, True, 1, 1)
     if what == "head":

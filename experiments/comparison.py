@@ -233,6 +233,7 @@ UNSAID = (
     ", gradient_precision='fp32'",
     ", qk_norm=False",
     ", sharded_traffic=0.0",
+    ", routing_traffic=0.0",
     ", kernel_s=0.0",
     ", variant_of=''",
     ", mean_of=''",

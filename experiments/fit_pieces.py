@@ -516,7 +516,7 @@ def _seconds(m: Measurement, rates: Rates, stack: Stack, burst: float) -> float:
     work = m.work
     if isinstance(work, LayerWork):
         layer = seconds_of_layer(work, rates, stack)
-        seconds = layer.forward_s if m.what == "layer forward" else layer.backward_s + rates.memory_s(m.gradient_bytes)
+        seconds = layer.forward_s if m.what.endswith("forward") else layer.backward_s + rates.memory_s(m.gradient_bytes)
         if m.what == "layer both":
             seconds += layer.forward_s
     elif isinstance(work, HeadWork):

@@ -105,6 +105,7 @@ TIME_PARAMETERS = (
     Parameter("matmul_scale", 1.0, 0.3, 1.6, 0.1),
     Parameter("attention_scale", 1.0, 0.1, 4.0, 0.3),
     Parameter("memory_traffic", 1.2, 0.3, 8.0, 0.4),
+    Parameter("routing_traffic", 2.0, 0.3, 20.0, 0.7),
     Parameter("loss_traffic", 1.5, 0.3, 8.0, 0.5),
     Parameter("gradient_bytes", 6.0, 0.1, 40.0, 0.7),
     Parameter("host_s", 20e-6, 1e-7, 1e-3, 1.5, (60e-6,), first_starts=(120e-6,)),
@@ -429,6 +430,8 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
         return any(row.cluster.nodes_of(ranks) > 1 for row, lane in groups for ranks in lane)
     if name == "node_collective_scale":
         return any(len(devices) > 1 and row.cluster.nodes_of(devices) == 1 for row in rows for devices in _first_lane(row.plan))
+    if name == "routing_traffic":
+        return any(plan.transformer.experts is not None for plan in plans)
     if name == "overlap_slowdown":
         return any(plan.overlap_gradients or plan.zero_stage >= 2 for plan in plans)
     return True
@@ -531,11 +534,16 @@ def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:
 
 
 def mean_stack(software: Stack, known: Mapping[str, Stack]) -> Stack:
-    """The stack with the means of the constants of those that its `mean_of` names: geometric, or arithmetic where one is zero."""
+    """The stack with the means of the constants of those that its `mean_of` names: geometric, or arithmetic where one is zero.
+
+    Routing is the mean of those that have a figure for it: elsewhere zero says that no run told one.
+    """
     members = [known[name] for name in software.mean_of.split(", ")]
     values = {}
     for parameter in (*TIME_PARAMETERS, *MEMORY_PARAMETERS):
         of_members = np.array([getattr(member, parameter.name) for member in members])
+        if parameter.name == "routing_traffic" and of_members.any():
+            of_members = of_members[of_members > 0]
         mean = np.exp(np.log(of_members).mean()) if (of_members > 0).all() else of_members.mean()
         values[parameter.name] = float(f"{mean:.3g}")
     return _with_constants(software, values)

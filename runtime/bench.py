@@ -43,6 +43,8 @@ TOKENS = (128, 512, 2048, 4096, 8192, 16384)
 """Tokens of a micro-batch on one device."""
 DEGREES = (1, 2, 4, 8)
 """Of tensor parallelism: a rank has the matrices of a layer divided by it."""
+MIXTURES = ((8, 2, 2), (64, 8, 8))
+"""Experts, how many of them a token goes to, and by what their width is less than that of the layer's MLP."""
 VOCABULARIES = (4_000, 32_000)
 """Rows of the output matrix."""
 
@@ -70,6 +72,7 @@ class Effort:
     matmuls: int
     attentions: int
     layers: int
+    mixtures: int
     heads: int
     memory_bytes: Sequence[int]
     parameters: Sequence[int]
@@ -82,11 +85,11 @@ class Effort:
 
 EFFORTS = {
     ("cuda", False): Effort(
-        10e-6, 15e-3, 60, 16, 16, 4, (2**28, 2**30, 2**32), (2**24, 2**26, 2**28), 0.15, 0.05, 7
+        10e-6, 15e-3, 60, 16, 16, 6, 4, (2**28, 2**30, 2**32), (2**24, 2**26, 2**28), 0.15, 0.05, 7
     ),
-    ("cuda", True): Effort(20e-6, 5e-3, 10, 4, 3, 1, (2**28,), (2**24,), 0.02, 0.01, 3),
-    ("cpu", False): Effort(5e-4, 60e-3, 20, 6, 8, 2, (2**27, 2**28), (2**21, 2**22), 0.05, 0.03, 5),
-    ("cpu", True): Effort(5e-5, 2e-3, 6, 2, 2, 1, (2**24,), (2**18,), 0.002, 0.004, 3),
+    ("cuda", True): Effort(20e-6, 5e-3, 10, 4, 3, 1, 1, (2**28,), (2**24,), 0.02, 0.01, 3),
+    ("cpu", False): Effort(5e-4, 60e-3, 20, 6, 8, 3, 2, (2**27, 2**28), (2**21, 2**22), 0.05, 0.03, 5),
+    ("cpu", True): Effort(5e-5, 2e-3, 6, 2, 2, 1, 1, (2**24,), (2**18,), 0.002, 0.004, 3),
 }  # fmt: skip
 """By device, and whether it shall be quick."""
 
@@ -137,7 +140,9 @@ def bench_cases(device: torch.device, precisions: Sequence[str], quick: bool = F
     for precision in precisions:
         rate = _matmul_rate(device, precision, quick)
         found = [*_matmuls(effort, rate, precision), *_attentions(effort, rate, precision)]
-        found += [*_layers(effort, rate, precision), *_heads(effort, rate, precision)]
+        found += _layers("layer", _layer_shapes(), effort.layers, effort, rate, precision)
+        found += _layers("mixture", _mixture_shapes(), effort.mixtures, effort, rate, precision)
+        found += _heads(effort, rate, precision)
         found += [Case("memory", {"bytes": size}, precision) for size in effort.memory_bytes]
         of_parameters = ("gradients", "optimizer")
         found += [Case(what, {"parameters": count}, precision) for what in of_parameters for count in effort.parameters]
@@ -186,6 +191,14 @@ def _layer_shapes() -> Iterable[dict[str, int]]:
                     yield shape
 
 
+def _mixture_shapes() -> Iterable[dict[str, int]]:
+    """All layers with experts that may be measured: a few wide ones, and many of which each is a slice of the MLP."""
+    for shape in _layer_shapes():
+        if shape["tensor_parallel"] == 1:
+            for experts, top_k, parts in MIXTURES:
+                yield {**shape, "ffn": shape["ffn"] // parts, "experts": experts, "top_k": top_k}
+
+
 def _matmuls(effort: Effort, rate: float, precision: str) -> list[Case]:
     """The matmuls of the layers."""
     found: dict[tuple[int, int, int], float] = {}
@@ -213,15 +226,16 @@ def _attentions(effort: Effort, rate: float, precision: str) -> list[Case]:
     return _both("attention", _chosen("attention forward", shapes, seconds, effort, effort.attentions, precision))
 
 
-def _layers(effort: Effort, rate: float, precision: str) -> list[Case]:
-    """The layers' ranks. A layer may last longer than one of its parts."""
-    shapes = list(_layer_shapes())
-    seconds = []
+def _layers(
+    what: str, candidates: Iterable[dict[str, int]], count: int, effort: Effort, rate: float, precision: str
+) -> list[Case]:
+    """Some of these layers' ranks. A layer may last longer than one of its parts."""
+    shapes, seconds = list(candidates), []
     for shape in shapes:
         flop = layer_forward_flop(measured_model(shape), shape["sequences"] * shape["sequence_length"], shape["sequence_length"])
         seconds.append(flop.total / shape["tensor_parallel"] / rate)
     longer = replace(effort, shortest_s=3 * effort.shortest_s, longest_s=2 * effort.longest_s)
-    return _both("layer", _chosen("layer forward", shapes, seconds, longer, effort.layers, precision))
+    return _both(what, _chosen(f"{what} forward", shapes, seconds, longer, count, precision))
 
 
 def _heads(effort: Effort, rate: float, precision: str) -> list[Case]:
@@ -262,7 +276,7 @@ def _case_bytes(case: Case) -> float:
         return size * (shape["rows"] * shape["inner"] + shape["inner"] * shape["columns"] + shape["rows"] * shape["columns"])
     if case.operation.startswith("attention"):
         return 12 * size * tokens * shape["heads"] * shape["head_dim"]
-    if case.operation.startswith("layer"):
+    if case.operation.startswith(("layer", "mixture")):
         model, degree = measured_model(shape), shape["tensor_parallel"]
         kept = layer_activation_bytes(model, shape["sequences"], shape["sequence_length"], degree, False, "none", size)
         return 3 * (kept + size * layer_parameters_at(model, degree))
@@ -560,6 +574,7 @@ _RUNS: dict[str, Callable[[Case, torch.device], Callable[[], object]]] = {
     "matmul": _matmul,
     "attention": _attention,
     "layer": _layer,
+    "mixture": _layer,
     "head": _head,
     "memory": _memory,
     "launch": _launch,

@@ -23,9 +23,10 @@ sequence's tokens, cut so that the causal mask leaves all ranks equally many FLO
 those of the slices before it, too.
 
 The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
-memory traffic, which may be another for what tensor parallelism divides; its kernels may each take some seconds more.
-Left out: the gradients' norm, the
-quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence parallelism.
+memory traffic, which may be another for what tensor parallelism divides and for the way to experts and back; its kernels may each
+take some seconds more. The products of all experts of a layer are one kernel.
+Left out: the gradients' norm, the quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from sim.spec.counts import (
     layer_pointwise_bytes,
     layer_pointwise_kernels,
     layer_pointwise_sharded_bytes,
+    layer_routing_bytes,
     layer_sharded_bytes,
     tied_copy_parameters_at,
 )
@@ -142,6 +144,8 @@ class LayerWork:
     """Of the kernels that memory bounds."""
     sharded_bytes: int
     """Of these bytes, those between matmuls that tensor parallelism divides."""
+    routing_bytes: int
+    """Of these bytes, those that send tokens to experts and back."""
     memory_kernels: int
     pointwise_bytes: int
     pointwise_sharded_bytes: int
@@ -155,7 +159,7 @@ def matmul_work(matmuls: Iterable[Matmul], element_bytes: int) -> MatmulWork:
     """What these matmuls do, with matrices of `element_bytes` per element."""
     count = flop = elements = 0
     for matmul in matmuls:
-        count += matmul.count
+        count += matmul.kernels
         flop += matmul.flop
         elements += matmul.count * (matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n)
     return MatmulWork(count, flop, elements * element_bytes)
@@ -202,6 +206,7 @@ def layer_work(
         attention=attention,
         memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
         sharded_bytes=layer_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
+        routing_bytes=layer_routing_bytes(transformer, tokens, element_bytes),
         memory_kernels=layer_kernels(transformer, expert_parallel) - work.count - 1,
         pointwise_bytes=layer_pointwise_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
         pointwise_sharded_bytes=layer_pointwise_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
@@ -287,7 +292,7 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         products_s = rates.matmul_s(scores, rates.other_peak) / stack.attention_scale
         traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale
         attention_s, backward_s = products_s + traffic_s, 2 * products_s + BACKWARD_TRAFFIC * traffic_s
-    rest_s = rates.memory_s(stack.moved_bytes(work.memory_bytes, work.sharded_bytes))
+    rest_s = rates.memory_s(stack.moved_bytes(work.memory_bytes, work.sharded_bytes, work.routing_bytes))
     others = work.memory_kernels + kernels
     attention_s += kernels * launch_s
     forward_s = matmul_s + attention_s + rest_s + work.memory_kernels * launch_s

@@ -30,13 +30,14 @@ import yaml
 from sim.spec.gpu import PRECISIONS, GpuKind, catalogue, read_gpu_kind
 from sim.spec.reading import InputError, Table, nearest, read_yaml
 from sim.spec.stack import Stack, read_stack
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 from sim.spec.writing import efficiency_entries, kind_entries, stack_entries
 
 FORMAT = "motley-bench/1"
 
 _ATTENTION = ("sequences", "sequence_length", "heads", "kv_heads", "head_dim")
 _LAYER = ("sequences", "sequence_length", "hidden", "ffn", "heads", "kv_heads", "head_dim", "tensor_parallel")
+_MIXTURE = (*_LAYER, "experts", "top_k")
 _HEAD = ("sequences", "sequence_length", "hidden", "vocab")
 
 SECONDS = 1e-10, 1e6
@@ -48,6 +49,8 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "attention backward": _ATTENTION,
     "layer forward": _LAYER,
     "layer backward": _LAYER,
+    "mixture forward": _MIXTURE,
+    "mixture backward": _MIXTURE,
     "head forward": _HEAD,
     "head backward": _HEAD,
     "memory": ("bytes",),
@@ -62,6 +65,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
 - attention: causal, on heads of one rank; its backward is without a forward.
 - layer: of one rank of a tensor-parallel group, without its collectives; heads, key-value heads and ffn are the whole layer's.
   RMSNorm, SwiGLU, rotary positions, no biases.
+- mixture: the same layer with so many experts of width ffn in the place of its MLP, of which each token goes to top_k.
 - head: norm, output matrix and cross-entropy.
 - memory: element-wise work that reads and writes so many bytes together.
 - launch: so many of the smallest kernels one after another, without waiting for the host.
@@ -74,11 +78,12 @@ LINK_OPERATIONS = ("send", "all_reduce", "all_gather", "reduce_scatter", "broadc
 
 
 def measured_model(shape: Mapping[str, int]) -> Transformer:
-    """The one-layer model that the shape of a layer or a head is of."""
+    """The one-layer model that the shape of a layer, a mixture or a head is of."""
     if "vocab" in shape:
         return Transformer("bench", layers=1, hidden=shape["hidden"], ffn=shape["hidden"], heads=1, vocab=shape["vocab"])
     sizes: dict[str, Any] = {name: shape[name] for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim")}
-    return Transformer("bench", layers=1, vocab=8, **sizes)
+    experts = Moe(shape["experts"], shape["top_k"], shape["ffn"]) if "experts" in shape else None
+    return Transformer("bench", layers=1, vocab=8, experts=experts, **sizes)
 
 
 # --- Records ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ back to the embedding width if there is one, and the output matrix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -254,25 +254,32 @@ def masked_share(transformer: Transformer, sequence_length: int) -> float:
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` products of an (m, k) by a (k, n) matrix, run one after another."""
+    """`count` products of an (m, k) by a (k, n) matrix, in one kernel if `grouped`, or one after another."""
 
     name: str
     m: int
     n: int
     k: int
     count: int = 1
+    grouped: bool = False
 
     @property
     def flop(self) -> int:
         """FLOP of all `count` products."""
         return 2 * self.m * self.n * self.k * self.count
 
+    @property
+    def kernels(self) -> int:
+        """Kernels that make them."""
+        return 1 if self.grouped else self.count
+
 
 def layer_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int, expert_parallel: int = 1) -> tuple[Matmul, ...]:
     """The matmuls with weights that one rank runs in one layer's forward pass, in their order.
 
-    Query, key and value are one product, and so are gate and up. A router is taken to spread the tokens evenly: each expert
-    gets tokens x top_k x expert_parallel / experts of them, rounded up. Not among them: the two products of attention, whose
+    Query, key and value are one product, and so are gate and up, and all experts that every token goes to are one MLP. A router
+    is taken to spread the tokens evenly: each expert gets tokens x top_k x expert_parallel / experts of them, rounded up, and
+    the products of all experts are grouped, as in MegaBlocks (arXiv:2211.15841). Not among them: the two of attention, whose
     FLOP `layer_forward_flop` gives. In the backward pass each product becomes two of as many FLOP.
     """
     t = transformer
@@ -287,16 +294,18 @@ def layer_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int, e
     matmuls.append(Matmul("router", tokens, moe.experts, t.hidden))
     held = _share(moe.experts, expert_parallel)
     routed = _share(tokens * moe.top_k * expert_parallel, moe.experts)
-    matmuls += _mlp_matmuls(t, "expert", routed, moe.ffn, tensor_parallel, held)
+    matmuls += [
+        replace(matmul, count=held, grouped=True) for matmul in _mlp_matmuls(t, "expert", routed, moe.ffn, tensor_parallel)
+    ]
     if moe.shared_experts:
-        matmuls += _mlp_matmuls(t, "shared expert", tokens, moe.shared_ffn, tensor_parallel, moe.shared_experts)
+        matmuls += _mlp_matmuls(t, "shared expert", tokens, moe.shared_experts * moe.shared_ffn, tensor_parallel)
     return tuple(matmuls)
 
 
-def _mlp_matmuls(t: Transformer, name: str, tokens: int, ffn: int, tensor_parallel: int, count: int = 1) -> list[Matmul]:
+def _mlp_matmuls(t: Transformer, name: str, tokens: int, ffn: int, tensor_parallel: int) -> list[Matmul]:
     width = _share(ffn, tensor_parallel)
     first, columns = (f"{name} gate and up", 2 * width) if t.gated else (f"{name} up", width)
-    return [Matmul(first, tokens, columns, t.hidden, count), Matmul(f"{name} down", tokens, t.hidden, width, count)]
+    return [Matmul(first, tokens, columns, t.hidden), Matmul(f"{name} down", tokens, t.hidden, width)]
 
 
 def embedding_matmuls(transformer: Transformer, tokens: int) -> tuple[Matmul, ...]:
@@ -488,9 +497,14 @@ def layer_memory_bytes(
     """
     t = transformer
     whole = _share(tokens * 10 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    if t.experts is not None:
-        whole += tokens * (3 * t.experts.top_k + 1) * t.hidden
-    return whole * precision_bytes + layer_sharded_bytes(t, tokens, tensor_parallel, precision_bytes)
+    routing_bytes = layer_routing_bytes(t, tokens, precision_bytes)
+    return whole * precision_bytes + routing_bytes + layer_sharded_bytes(t, tokens, tensor_parallel, precision_bytes)
+
+
+def layer_routing_bytes(transformer: Transformer, tokens: int, precision_bytes: int) -> int:
+    """Of `layer_memory_bytes`, what a mixture moves to send the tokens to their experts and to combine what these make."""
+    moe = transformer.experts
+    return 0 if moe is None else tokens * (3 * moe.top_k + 1) * transformer.hidden * precision_bytes
 
 
 def layer_sharded_bytes(transformer: Transformer, tokens: int, tensor_parallel: int, precision_bytes: int) -> int:
@@ -526,8 +540,8 @@ def layer_pointwise_kernels(transformer: Transformer, expert_parallel: int = 1) 
 
 
 def _activations(matmuls: Iterable[Matmul]) -> int:
-    """Kernels between the matrices of an MLP: one for each, and for each expert."""
-    return sum(matmul.count for matmul in matmuls if matmul.name.endswith(" down"))
+    """Kernels between the matrices of an MLP: one for each, and one for all grouped experts."""
+    return sum(matmul.kernels for matmul in matmuls if matmul.name.endswith(" down"))
 
 
 def attention_memory_bytes(
@@ -551,9 +565,9 @@ def layer_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Kernels that one layer's forward pass launches.
 
     The matmuls, flash attention, two norms, those of query and key if any, two residual additions, the rotary position if any,
-    and one activation for each MLP or expert; a mixture of experts also chooses, sends and combines.
+    and the activation of an MLP, or of all experts; a mixture of experts also chooses, sends and combines.
     """
     t = transformer
     matmuls = layer_matmuls(t, 1, 1, expert_parallel)
-    kernels = sum(matmul.count for matmul in matmuls) + _activations(matmuls)
+    kernels = sum(matmul.kernels for matmul in matmuls) + _activations(matmuls)
     return kernels + 1 + 2 + 2 + 2 * t.qk_norm + (t.position == "rotary") + (0 if t.experts is None else 3)

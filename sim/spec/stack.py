@@ -35,6 +35,8 @@ class Stack:
     sharded_traffic: float = 0.0
     """The same of those between the matmuls that tensor parallelism divides: rotary positions, norms of query and key,
     activation; 0: as of all."""
+    routing_traffic: float = 0.0
+    """The same of those that send tokens to their experts and combine what these make; 0: as of all."""
     kernel_s: float = 0.0
     """Seconds more of the GPU for each kernel, however small: where a fused stack has one, others have several."""
     loss_traffic: float = 1.0
@@ -95,11 +97,14 @@ class Stack:
         some = 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
         return self.blocking_messages or (self.message_s > 0 and some)
 
-    def moved_bytes(self, num_bytes: float, sharded_bytes: float) -> float:
+    def moved_bytes(self, num_bytes: float, sharded_bytes: float, routing_bytes: float = 0) -> float:
         """What its memory-bound kernels move where fused ones move `num_bytes`; of `sharded_bytes` of them `sharded_traffic`
-        tells."""
+        tells, of `routing_bytes` of them `routing_traffic`."""
         moved = num_bytes * self.memory_traffic
-        return moved + sharded_bytes * (self.sharded_traffic - self.memory_traffic) if self.sharded_traffic else moved
+        for own_bytes, traffic in ((sharded_bytes, self.sharded_traffic), (routing_bytes, self.routing_traffic)):
+            if traffic:
+                moved += own_bytes * (traffic - self.memory_traffic)
+        return moved
 
     def __post_init__(self) -> None:
         """Raises InputError as the class says."""
@@ -118,6 +123,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "attention_scale": _SCALE,
     "memory_traffic": _SCALE,
     "sharded_traffic": (0.0, 100.0),
+    "routing_traffic": (0.0, 100.0),
     "kernel_s": (0.0, 1.0),
     "loss_traffic": _SCALE,
     "gradient_bytes": (0.0, 1000.0),

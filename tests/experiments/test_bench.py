@@ -71,7 +71,7 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
         gpu_kind("H200").efficiency, matmul_fraction=0.6, attention_fraction=0.5, attention_rows=9e3, memory_fraction=0.75
     )
     kind = replace(gpu_kind("H200"), efficiency=truth)
-    stack = Stack("made", memory_traffic=1.2, sharded_traffic=4.0, kernel_s=6e-6, loss_traffic=2.2)
+    stack = Stack("made", memory_traffic=1.2, sharded_traffic=4.0, routing_traffic=5.0, kernel_s=6e-6, loss_traffic=2.2)
     # Those that memory bounds, at this fraction of the bandwidth; nothing that layers do is in them.
     memory = [m for m in simple_times() if m.operation in ("optimizer", "gradients")]
     found = [replace(m, seconds=m.seconds * 0.8 / 0.75) for m in memory]
@@ -87,6 +87,11 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
             layer = layer_seconds(kind, stack, measured_model(shape), sequences, length, degree, False, "bf16")
             for name, seconds in (("forward", layer.forward_s), ("backward", layer.backward_s)):
                 found.append(Measurement(f"layer {name}", {**shape, "tensor_parallel": degree}, "bf16", seconds))
+            if degree == 1:
+                mixture = {**shape, "tensor_parallel": 1, "ffn": hidden // 2, "experts": 32, "top_k": 6}
+                layer = layer_seconds(kind, stack, measured_model(mixture), sequences, length, precision="bf16")
+                found.append(Measurement("mixture forward", mixture, "bf16", layer.forward_s))
+                found.append(Measurement("mixture backward", mixture, "bf16", layer.backward_s))
             # 4 x tokens x keys x width, half of it behind the mask; some keys more a query, and some rows that fill the GPU.
             width, rows = hidden, sequences * length * hidden // 128
             per_key = 4 * sequences * length * width
@@ -108,6 +113,7 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
     assert efficiency.memory_fraction == pytest.approx(0.75, rel=0.02)
     assert fit.bench.stack.memory_traffic == pytest.approx(1.2, rel=0.1)
     assert fit.bench.stack.sharded_traffic == pytest.approx(4.0, rel=0.1)
+    assert fit.bench.stack.routing_traffic == pytest.approx(5.0, rel=0.1)
     assert fit.bench.stack.kernel_s == pytest.approx(6e-6, rel=0.1)
     assert fit.bench.stack.loss_traffic == pytest.approx(2.2, rel=0.05)
     assert fit.bench.stack.optimizer_traffic == pytest.approx(1.5, rel=0.03)

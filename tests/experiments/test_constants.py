@@ -46,6 +46,7 @@ software = st.builds(
     attention_scale=scales,
     memory_traffic=scales,
     sharded_traffic=st.just(0.0) | four_digits(0.01, 100.0),
+    routing_traffic=st.just(0.0) | four_digits(0.01, 100.0),
     kernel_s=times,
     loss_traffic=scales,
     gradient_bytes=st.just(0.0) | four_digits(1e-6, 1000.0),

@@ -255,6 +255,9 @@ def test_a_mean_is_geometric_where_it_can_be() -> None:
     mean = fitting.mean_stack(Stack("mean", flash_attention=False, mean_of="a, b", source="said"), known)
     assert (mean.matmul_scale, mean.tensor_overlap, mean.step_s) == (1.0, 0.2, 3e-3)
     assert (mean.name, mean.flash_attention, mean.source) == ("mean", False, "said")
+    assert mean.routing_traffic == 0
+    known["c"] = Stack("c", routing_traffic=3.0)
+    assert fitting.mean_stack(Stack("mean", mean_of="a, b, c"), known).routing_traffic == 3.0
 
 
 def test_a_mean_that_runs_tell_of_is_none_any_more() -> None:

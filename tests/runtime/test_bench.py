@@ -70,11 +70,13 @@ def test_every_operation_of_a_cpu_is_measured_and_backward_beside_forward(rate: 
     for precision in ("fp32", "bf16"):
         of_this = [case for case in cases if case.precision == precision]
         assert {case.operation for case in of_this} == set(OPERATIONS) - {"host"}
-        for what in ("attention", "layer", "head"):
+        for what in ("attention", "layer", "mixture", "head"):
             forward = [case.shape for case in of_this if case.operation == f"{what} forward"]
             assert forward == [case.shape for case in of_this if case.operation == f"{what} backward"]
     # A rank's part of matrices is among the shapes.
     assert len({case.shape["tensor_parallel"] for case in cases if case.operation == "layer forward"}) > 1
+    # Few experts and many.
+    assert len({case.shape["experts"] for case in cases if case.operation == "mixture forward"}) == 2
 
 
 def test_what_does_not_fit_into_memory_is_left_out(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +107,8 @@ def test_a_device_too_slow_for_any_shape_measures_the_smallest(monkeypatch: pyte
         ("attention backward", {"sequences": 2, "sequence_length": 16, "heads": 4, "kv_heads": 4, "head_dim": 8}),
         ("layer forward", LAYER),
         ("layer backward", {**LAYER, "tensor_parallel": 2}),
+        ("mixture forward", {**LAYER, "experts": 8, "top_k": 2}),
+        ("mixture backward", {**LAYER, "experts": 8, "top_k": 2}),
         ("head forward", {"sequences": 2, "sequence_length": 16, "hidden": 64, "vocab": 100}),
         ("head backward", {"sequences": 2, "sequence_length": 16, "hidden": 64, "vocab": 100}),
         ("memory", {"bytes": 3000}),

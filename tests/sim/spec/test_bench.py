@@ -23,6 +23,7 @@ from sim.spec.cluster import read_cluster
 from sim.spec.gpu import NOMINAL_EFFICIENCY, gpu_kind
 from sim.spec.reading import InputError, quantity
 from sim.spec.stack import Stack
+from sim.spec.transformer import Moe
 from sim.spec.writing import efficiency_entries, kind_entries, quantity_text, stack_entries
 
 MATMUL = Measurement("matmul", {"rows": 64, "columns": 32, "inner": 16}, "bf16", 1.5e-05, 0.02, 7)
@@ -90,6 +91,9 @@ def test_the_model_of_a_shape_is_the_layer_that_was_measured() -> None:
     model = measured_model({"sequences": 1, "sequence_length": 8, "tensor_parallel": 1, **sizes})
     assert (model.layers, model.gated, model.position, model.norm) == (1, True, "rotary", "rmsnorm")
     assert {name: getattr(model, name) for name in sizes} == sizes
+    assert model.experts is None
+    mixture = measured_model({"sequences": 1, "sequence_length": 8, "tensor_parallel": 1, **sizes, "experts": 16, "top_k": 4})
+    assert mixture.experts == Moe(16, 4, 1408)
     assert measured_model({"sequences": 1, "sequence_length": 8, "hidden": 512, "vocab": 100}).padded_vocab == 100
 
 

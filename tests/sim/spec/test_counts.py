@@ -33,6 +33,7 @@ from sim.spec.counts import (
     layer_pointwise_kernels,
     layer_recompute_flop,
     layer_recompute_peak_bytes,
+    layer_routing_bytes,
     layer_sharded_bytes,
     masked_share,
     model_flop,
@@ -313,10 +314,17 @@ def test_the_matmuls_of_a_llama_layer() -> None:
 
 def test_the_matmuls_of_a_mixture_layer() -> None:
     mixtral = transformer("mixtral-8x7b")
-    names = [(matmul.name, matmul.m, matmul.count) for matmul in layer_matmuls(mixtral, 1024, 1)]
-    assert names[2:] == [("router", 1024, 1), ("expert gate and up", 256, 8), ("expert down", 256, 8)]
+    names = [(matmul.name, matmul.m, matmul.count, matmul.kernels) for matmul in layer_matmuls(mixtral, 1024, 1)]
+    assert names[2:] == [("router", 1024, 1, 1), ("expert gate and up", 256, 8, 1), ("expert down", 256, 8, 1)]
     spread = layer_matmuls(mixtral, 1024, 1, expert_parallel=4)
     assert [(matmul.m, matmul.count) for matmul in spread[3:]] == [(1024, 2), (1024, 2)]
+
+
+def test_experts_of_all_tokens_are_one_mlp() -> None:
+    mixture = dataclasses.replace(transformer("mixtral-8x7b"), experts=Moe(8, 2, 100, 3, 50))
+    up, down = layer_matmuls(mixture, 16, 1)[-2:]
+    assert (up.name, up.m, up.n, up.count) == ("shared expert gate and up", 16, 2 * 3 * 50, 1)
+    assert (down.name, down.k, down.count) == ("shared expert down", 3 * 50, 1)
 
 
 @given(transformers(), st.integers(1, 20))
@@ -435,6 +443,9 @@ def test_memory_traffic_counted_by_hand() -> None:
 
 def test_of_memory_traffic_heads_and_the_mlp_are_divided() -> None:
     assert layer_sharded_bytes(transformer("gpt2"), 10, 4, 2) == 10 * 2 * 768 * 2
+    assert layer_routing_bytes(transformer("gpt2"), 10, 2) == 0
+    # sent: 2 x 4096 in and out; combined: 2 x 4096 in, 4096 out
+    assert layer_routing_bytes(transformer("mixtral-8x7b"), 1, 2) == 2 * 7 * 4096
     assert layer_sharded_bytes(transformer("llama-3-8b"), 1, 2, 2) == 2 * (2 * (2048 + 512) + 3 * 7168)
     # With norms of query and key these are read and written once more.
     qwen = transformer("qwen3-4b")
@@ -454,6 +465,8 @@ def test_kernels_counted_by_hand() -> None:
     # norm, qkv, attention, output, residual, norm, up, gelu, down, residual; with rotary one more
     assert layer_kernels(transformer("gpt2")) == 10
     assert layer_kernels(transformer("llama-2-7b")) == 11
-    # instead of up, activation and down: router, choose, send, combine, and three for each of eight experts
-    assert layer_kernels(transformer("mixtral-8x7b")) == 11 - 3 + 4 + 3 * 8
-    assert layer_kernels(transformer("mixtral-8x7b"), expert_parallel=8) == 11 - 3 + 4 + 3
+    # router, choose, send and combine besides; up, activation and down are those of all experts at once
+    assert layer_kernels(transformer("mixtral-8x7b")) == 11 + 4
+    assert layer_kernels(transformer("mixtral-8x7b"), expert_parallel=8) == 11 + 4
+    # and three more where there are experts for every token
+    assert layer_kernels(dataclasses.replace(transformer("mixtral-8x7b"), experts=Moe(8, 2, 100, 3, 50))) == 11 + 4 + 3
