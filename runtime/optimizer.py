@@ -8,7 +8,7 @@ gradients come there chunk by chunk, the processors do the step, and parameters 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from runtime.collectives import Pending, all_gather, all_reduce, tell_when_done
 from runtime.gradients import Gradients, SliceGradient, is_sharded
 from runtime.parameters import Parameter, Section
 from runtime.settings import Settings
-from runtime.staging import Staging
+from runtime.staging import CHUNK, Staging
 from runtime.world import World
 from sim.spec.plan import LayerRange
 
@@ -222,16 +222,18 @@ class Optimizer:
             if factor != 1.0:
                 part.mul_(factor)
             own = [state[a:b] for state in master.states.values()]
-            if self._world.plan.offload_optimizer:
-                # A chunk is updated while the next one comes down; the count of updates is of the whole stretch.
-                for begin, end, chunk in self._staging.brought(part):
+            offloads = self._world.plan.offload_optimizer
+            if offloads or part.dtype != master.values.dtype:
+                # Chunk by chunk, so that there is no second gradient of everything; offloaded, one is updated while the next
+                # one comes down. The count of updates is of the whole stretch.
+                for begin, end, chunk in self._staging.brought(part) if offloads else _chunks(part):
                     held = [state[begin:end] for state in own]
                     numbers = master.values[a + begin : a + end]
                     self._move([numbers], [chunk.to(numbers.dtype)], [held], [master.updates[n].clone()], decays, rate)
                 master.updates[n] += 1
                 continue
             values.append(master.values[a:b])
-            gradients.append(part.to(master.values.dtype))
+            gradients.append(part)
             states.append(own)
             updates.append(master.updates[n])
         if values:
@@ -379,6 +381,13 @@ class Optimizer:
         for layers in self._masters:
             if layers not in self._sharded:
                 self.bring(layers)
+
+
+def _chunks(source: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Of every chunk of a flat tensor its first place and the one behind it, and its numbers."""
+    for begin in range(0, len(source), CHUNK):
+        chunk = source[begin : begin + CHUNK]
+        yield begin, begin + len(chunk), chunk
 
 
 def _is_within(layers: LayerRange, within: LayerRange) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime import optimizer
 from runtime.data import Order as SampleOrder
 from runtime.data import open_data
 from runtime.interpreter import Interpreter
@@ -212,6 +213,23 @@ def test_half_precision_stays_near_fp32(name: str, precision: str, workers: Work
 @pytest.mark.parametrize("name", PLANS)
 def test_half_precision_of_every_plan_stays_near_fp32(name: str, precision: str, workers: Workers, tmp_path: Path) -> None:
     check_half(name, precision, workers, tmp_path)
+
+
+def test_gradients_in_half_precision_stay_near_fp32(workers: Workers, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLANS["zero 1, unequal replicas"], precision="bf16", gradient_precision="bf16")
+    chosen = settings_of(plan, token_file(tmp_path, plan.transformer.vocab, TOKENS), steps=8, learning_rate=0.32 / LLAMA.hidden)
+    losses, _ = reference(plan, chosen, torch.float32)
+    assert workers.train(Order(plan, chosen)).losses == pytest.approx(losses, abs=TOLERANCES["bf16"])
+
+
+def test_an_update_takes_a_gradient_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "CHUNK", 8)
+    for count in (0, 1, 8, 17):
+        numbers = torch.arange(count)
+        found = list(optimizer._chunks(numbers))
+        assert [end for _, end, _ in found[:-1]] == [begin for begin, _, _ in found[1:]]
+        assert all(len(chunk) == end - begin <= 8 for begin, end, chunk in found)
+        assert torch.equal(torch.cat([numbers[:0], *(chunk for _, _, chunk in found)]), numbers)
 
 
 def check_half(name: str, precision: str, workers: Workers, folder: Path) -> None:
