@@ -85,7 +85,7 @@ class TensorCollective:
     count: int
     group: str = "tensor"
     """tensor: the tensor ranks of each context rank; context: the context ranks of each tensor rank; expert: each device with
-    those that hold the other experts."""
+    those that hold the other experts, or, of what arrived for these, the tensor ranks."""
 
 
 _Tally = dict[tuple[str, float, str], int]
@@ -168,8 +168,9 @@ class ComputeCost:
 
         Context ranks attend in a ring (Liu et al., 2023, arXiv:2310.01889): keys and values of each one's part of the sequence
         go round once, and in the backward once more, with their gradients. Expert parallelism sends every token to its experts
-        and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668); with sequence parallelism each tensor rank sends
-        its part of the tokens.
+        and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668). With sequence parallelism each tensor rank sends
+        its part of the tokens, and what arrived at all of them is gathered there, once for each expert that a token goes to, and
+        kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318).
         """
         key = _key(lane, instruction, "collectives")
         found = self._collectives.get(key)
@@ -385,9 +386,13 @@ class ComputeCost:
         forward, inputs, weights = kind is Forward, kind in (Backward, BackwardInput), kind in (Backward, BackwardWeight)
         passes = (count if forward else 0) + (full + count if inputs else 0)
         tally: _Tally = {}
+        routed = boundary * model.experts.top_k if plan.expert_parallel > 1 and model.experts is not None else 0
         if degree > 1 and plan.sequence_parallel:
-            _add(tally, "all_gather", boundary, 2 * passes + (2 * count if weights else 0))
-            _add(tally, "reduce_scatter", boundary, 2 * passes)
+            # Of attention and of the MLP, or of the experts in its place.
+            _add(tally, "all_gather", boundary, (1 if routed else 2) * (passes + (count if weights else 0)))
+            _add(tally, "reduce_scatter", boundary, (1 if routed else 2) * passes)
+            _add(tally, "all_gather", routed, passes if routed else 0, "expert")
+            _add(tally, "reduce_scatter", routed, passes if routed else 0, "expert")
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))
             _add(tally, "all_gather", at_ends, (embedding and weights) + (head and forward) + (head and weights))
         elif degree > 1:
@@ -399,9 +404,8 @@ class ComputeCost:
             both = key_value_bytes(model, share, plan.sequence_length, degree, element_bytes)
             rounds = passes + (count + selective if inputs else 0)
             _add(tally, "ring", both / plan.context_parallel, rounds, "context")
-        if plan.expert_parallel > 1 and model.experts is not None:
-            routed = boundary * model.experts.top_k / (degree if plan.sequence_parallel else 1)
-            _add(tally, "all_to_all", routed, 2 * passes, "expert")
+        if routed:
+            _add(tally, "all_to_all", routed / (degree if plan.sequence_parallel else 1), 2 * passes, "expert")
         return tuple(TensorCollective(kind, num_bytes, n, group) for (kind, num_bytes, group), n in tally.items())
 
 

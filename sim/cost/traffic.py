@@ -72,8 +72,8 @@ def inner(
         found.setdefault(one.group, []).append(_inside(network, cost, lane, one))
     if not found:
         return NOTHING, NOTHING, NOTHING
-    tensor, context, expert = (together(found[group]) if group in found else NOTHING for group in ("tensor", "context", "expert"))
-    return tensor, context, expert
+    tensor, context = (together(found[group]) if group in found else NOTHING for group in ("tensor", "context"))
+    return tensor, context, _in_turn(network, found["expert"]) if "expert" in found else NOTHING
 
 
 def work(
@@ -81,11 +81,11 @@ def work(
 ) -> Work:
     """What one instruction of a lane takes; `known` may be given where `inner` was asked before.
 
-    Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest as
-    fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's keys
-    and values: what of their transfer takes longer is exposed, and so are the last step of their gradients, and what the steps
-    of rings over nodes take longer. Where messages keep a stage, their seconds are in those of the instructions that they come
-    before and after.
+    Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest
+    as fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's
+    keys and values: what of their transfer takes longer is exposed, and so are the last step of their gradients, and what the
+    steps of rings over nodes take longer. Nothing hides what goes to experts and back. Where messages keep a stage, their
+    seconds are in those of the instructions that they come before and after.
     """
     seconds = computing_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
@@ -259,7 +259,7 @@ def ring_steps_s(network: Network, stack: Stack, groups: Groups, collectives: It
 def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:
     """One entry of the collectives inside an instruction, over all groups of the lane at once."""
     num_bytes, count = one.num_bytes, one.count
-    if one.group == "expert":
+    if one.kind == "all_to_all":
         return scaled(_dispatch(network, cost, lane), num_bytes, count)
     if one.group == "context":
         steps = count * (lane.context_parallel - 1)

@@ -633,6 +633,22 @@ def test_every_token_goes_to_its_experts_and_back() -> None:
     assert taken(given, cluster, BackwardWeight(0, (0, LAYERS))).after.num_bytes == 0
 
 
+def test_what_arrived_for_experts_is_gathered_by_the_tensor_ranks_that_sent_parts_of_the_tokens() -> None:
+    given, cluster = plan(["n0/0 n0/1"], ["n1/0 n1/1"], model=MIXTURE, expert_parallel=2, sequence_parallel=True), world(2, 2)
+    of_stream = 2 * TOKENS * HIDDEN * 2  # of two layers without embedding and head; 2 bytes
+    routed = 2 * of_stream  # 2 experts a token
+    # There and back, each rank half of the tokens, of which half stay; gathered before the experts, and scattered behind them.
+    each = 2 * routed / 2 + routed + routed
+    for instruction in (Forward(0, (1, 3)), BackwardInput(0, (1, 3))):
+        # What the stack hides of tensor ranks are the sums of attention, a gather and a scatter, not this.
+        told = taken(given, cluster, instruction, stack=Stack("hides", tensor_overlap=1.0))
+        assert told.after.num_bytes == pytest.approx(each)
+        assert told.beside.num_bytes == pytest.approx(2 * of_stream)
+    # Of the inputs of both halves only that of attention was not kept whole.
+    weights = taken(given, cluster, BackwardWeight(0, (1, 3)))
+    assert weights.after.num_bytes == pytest.approx(of_stream)
+
+
 def test_lanes_that_share_experts_take_what_their_own_tokens_take_alone() -> None:
     # All four send at once, each over its own card: 3 of 4 parts out, and as much in.
     given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=4, micro_batches=1), world(4)
