@@ -150,16 +150,20 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+SOFTMAX_BYTES = 4 * 2**25
+"""Of the logits whose softmax the runtime's loss computes at once, in fp32."""
+
+
 def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
     """Bytes at the peak of every device (cpu or cuda) without the CUDA context: what a run can measure, and all that a CPU needs.
 
     On GPUs, whose peaks are told to the byte, with what the runtime's loss keeps: logits and their gradient in the training
-    precision, and no softmax, where the simulator takes one in fp32 for granted, and the gradient too.
+    precision, and the softmax of a few at a time, where the simulator takes one of all in fp32 for granted, and the gradient too.
     """
     element_bytes = PRECISION_BYTES[plan.precision]
     lean = replace(stack("motley"), logits_scale=2 * element_bytes / (element_bytes + 8))
     return {
-        name: parts.total - parts.context
+        name: parts.reserved + (0 if device == "cpu" else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes))
         for p, s, r, parts in lane_parts(plan, None if device == "cpu" else lean)
         for name in plan.pipelines[p].stages[s].replicas[r].devices
     }

@@ -558,10 +558,12 @@ class _Look(NamedTuple):
 
 
 class _Bytes(NamedTuple):
-    """Of looks with equal ends, shares and degrees: bytes that they have without layers, allocated in any case and kept of each
-    slice; that each layer adds; that each layer of a mode keeps, and needs when at work; and the rest of a look's row."""
+    """Of looks with equal ends, shares and degrees: bytes that they have without layers, allocated in any case, needed when at
+    work and kept of each slice; that each layer adds; that each layer of a mode keeps, and needs when at work; and the rest of a
+    look's row."""
 
     fixed: int
+    working: int
     kept: int
     each: int
     modes: tuple[tuple[int, int], ...]
@@ -871,8 +873,7 @@ class _Settings:
         known = self._bytes.get(key)
         if known is None:
             known = self._bytes[key] = self._bytes_by_mode(*key)
-        fixed, kept, each, modes, rest = known
-        working = 0
+        fixed, working, kept, each, modes, rest = known
         none = look.layers - look.full - look.selective - look.pointwise
         for count, (of_layer, at_work) in zip((none, look.pointwise, look.selective, look.full), modes, strict=True):
             if count:
@@ -907,11 +908,12 @@ class _Settings:
         fixed = without.parameters + without.gradients + without.buffers
         return _Bytes(
             fixed=fixed,
+            working=without.working,
             kept=without.activations,
             each=layers[0].parameters + layers[0].gradients + layers[0].buffers - fixed,
             modes=tuple([(one.activations - without.activations, one.working) for one in layers]),
             rest=(
-                *(logits_bytes(rules, empty) if head else (0, 0)),
+                logits_bytes(rules, empty)[0] if head else 0,
                 without.context,
                 held.layer_undivided,
                 held.embedding if embedding else 0,

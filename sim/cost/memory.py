@@ -4,7 +4,7 @@ All bytes are those of the fullest tensor-parallel rank of a lane. Nothing is av
 are added as if they met, which they nearly do at the first backward after the warm-up. What is counted is what a framework
 with fused kernels holds that sums gradients in place; what another holds besides its software stack says (`sim.spec.stack`).
 Against the memory allocated in runs of Megatron-LM, that is without
-context and reserve: within 5.1 % (median 1.3 %) of eleven runs of SimuMax on B200, and within 2.4 % of three of four runs of
+context and reserve: within 2.7 % (median 1.5 %) of seven runs of SimuMax on B200, and within 2.4 % of three of four runs of
 the vocabulary-parallelism study (23 % too low for a vocabulary of 262,144). Of 141 runs by Aleph Alpha on A100, which went
 well, one is said not to fit (with gradients in bf16), and of 281 that ran out of memory, many without fused kernels, 183.
 nanotron holds more: 25 % (median of 584 runs) is missing here, for it keeps gradients in bf16 beside those in fp32, and about
@@ -30,13 +30,14 @@ from sim.spec.counts import (
     head_parameters_at,
     key_value_bytes,
     layer_activation_bytes,
+    layer_matmuls,
     layer_parameters_at,
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
 )
 from sim.spec.gpu import is_cpu
 from sim.spec.plan import LayerRange, Pipeline, Plan
-from sim.spec.schedules import check_ranges, held_by
+from sim.spec.schedules import SCHEDULES, check_ranges, held_by
 from sim.spec.stack import Stack, stack
 from sim.spec.transformer import Transformer
 
@@ -64,9 +65,12 @@ class MemoryParts:
     activations: int
     """Kept between forward and backward, of all micro-batches in flight."""
     working: int
-    """Of the layer whose backward is under way: what its recomputation brings back, and a gradient of each kept tensor."""
+    """Of what has its backward under way: of a layer what its recomputation brings back, and a gradient of each kept tensor; or
+    of the head the gradient of one micro-batch's logits, if that is more. A schedule that splits backwards keeps this gradient
+    for the second half, and so has both. And the gradient of its largest matrix, in the training precision, until it is summed;
+    of buckets (ZeRO 2 and 3) that is among the gradients, and so it is where the stack keeps a copy of them."""
     logits: int
-    """What the head keeps, of all micro-batches in flight, and the gradient of one micro-batch's logits."""
+    """What the head keeps, of all micro-batches in flight."""
     buffers: int
     """Two for each activation and gradient that comes from or goes to a neighbouring stage, and two for the keys and values,
     and for their gradients, that come from another context rank. Where sequences come in slices, for each layer the keys and
@@ -160,6 +164,8 @@ class Parameters(NamedTuple):
     head: int
     copy: int
     """Of the embedding, where it is tied to a head on another stage."""
+    layer_matrix: int
+    """Of the largest matrix of a layer; of experts that of one."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,7 @@ class MemoryRules:
     context_parallel: int
     expert_parallel: int
     sequence_slices: int
+    splits_backward: bool
     stack: Stack
 
     @cached_property
@@ -203,6 +210,7 @@ class MemoryRules:
                 embedding_parameters_at(model, tensor_parallel),
                 head_parameters_at(model, tensor_parallel),
                 tied_copy_parameters_at(model, tensor_parallel),
+                max(matmul.n * matmul.k for matmul in layer_matmuls(model, 1, tensor_parallel)),
             )
         return found
 
@@ -275,6 +283,7 @@ def _rules(
     context_parallel: int,
     expert_parallel: int,
     sequence_slices: int,
+    splits_backward: bool,
     software: Stack,
 ) -> MemoryRules:
     element_bytes = PRECISION_BYTES[precision]
@@ -293,6 +302,7 @@ def _rules(
         context_parallel,
         expert_parallel,
         sequence_slices,
+        splits_backward,
         software,
     )
 
@@ -311,6 +321,7 @@ def rules_of(plan: Plan, software: Stack) -> MemoryRules:
         plan.context_parallel,
         plan.expert_parallel,
         plan.sequence_slices,
+        SCHEDULES[plan.schedule].splits_backward,
         software,
     )
 
@@ -463,13 +474,21 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     divided_layers = min(whole, end_parameters + layer_shards + 2 * rules.bucket_layers * parameters.layer)
     of_layer = rules.layer_bytes(degree, shape.sequences)
     activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
-    working = max((of_layer["none"][0] + of_layer[mode][1] for mode, count in counts.items() if count), default=0)
+    summed_later = rules.zero_stage < 2 and not software.gradient_copy
+    matrix_bytes = rules.element_bytes if summed_later else 0
+    in_layer = parameters.layer_matrix * matrix_bytes
+    working = max((of_layer["none"][0] + of_layer[mode][1] + in_layer for mode, count in counts.items() if count), default=0)
     tokens = shape.sequences * rules.slice_length // ranks
     divided = degree if rules.sequence_parallel else 1
     activations = round(shape.in_flight * activations)
     if shape.embedding and model.projected_embeddings:  # the input of the projection
         activations += round(shape.embedding_in_flight * (tokens * model.embedding_width * rules.element_bytes // divided))
-    logits, logits_gradient = logits_bytes(rules, shape) if shape.head else (0, 0)
+    logits = 0
+    if shape.head:
+        logits, gradient = logits_bytes(rules, shape)
+        matrix = max(head, copy, embedding if model.tied_embeddings else 0)
+        of_head = round(software.logits_scale * gradient) + matrix * matrix_bytes
+        working = working + of_head if rules.splits_backward else max(working, of_head)
     boundary = boundary_bytes(model, shape.sequences, rules.slice_length, rules.element_bytes) // (divided * ranks)
     of_keys_and_values = rules.key_value_bytes(degree, shape.sequences)
     attended = of_keys_and_values // ranks if ranks > 1 else 0
@@ -480,7 +499,7 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
         optimizer=round((layer_shards + ends if rules.zero_stage >= 1 else whole) * rules.state_bytes),
         activations=activations,
         working=working,
-        logits=round(software.logits_scale * (shape.head_in_flight * logits + logits_gradient)),
+        logits=round(software.logits_scale * shape.head_in_flight * logits),
         buffers=shape.boundaries * 2 * 2 * boundary + 2 * 2 * attended + before * layers * of_keys_and_values,
         reserve=0,
         context=0,

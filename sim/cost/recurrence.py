@@ -102,11 +102,11 @@ class Tables(NamedTuple):
     """Of the link's capacity, where nothing else is on the links."""
 
 
-LOOK_COLUMNS = 15
-WEIGHT_S, FIXED, KEPT, LOGITS, LOGITS_GRADIENT, CONTEXT = range(6)
-PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS, FORWARD_RING_S, BACKWARD_RING_S = range(6, LOOK_COLUMNS)
+LOOK_COLUMNS = 14
+WEIGHT_S, FIXED, KEPT, LOGITS, CONTEXT = range(5)
+PER_LAYER, EMBEDDING, HEAD, COPY, SELECTIVE, WHOLLY, STEPS, FORWARD_RING_S, BACKWARD_RING_S = range(5, LOOK_COLUMNS)
 """Columns of a look: seconds of the weight half of a backward in halves, the same for all slices; bytes that it allocates
-whatever is in flight, of activations and of logits for each slice in flight, of the gradient of logits, and of context and
+whatever is in flight, of activations and of logits for each slice in flight, and of context and
 communicators but the gradients'; parameters of a layer, of the embedding, of the head and of a tied copy there; layers that
 recompute selectively, and in full; its list of steps; seconds of collectives that its forward and its backward wait for."""
 
@@ -1538,7 +1538,7 @@ def _fit(
         allocated = (
             look[at, FIXED]
             + np.rint(flying * look[at, KEPT])
-            + np.rint(sizes.logits_scale * (flying * look[at, LOGITS] + look[at, LOGITS_GRADIENT]))
+            + np.rint(sizes.logits_scale * flying * look[at, LOGITS])
             + np.rint(parameters * sizes.state_bytes)
         )
         context = look[at, CONTEXT] + lanes[lane, SHARED] * sizes.communicator_bytes

@@ -289,7 +289,7 @@ def test_states_stay_on_the_gpus_where_a_host_has_no_room_for_them() -> None:
 
 def test_what_fits_only_with_states_in_hosts_and_sequences_divided_is_found() -> None:
     # Four GPUs of 12 GiB hold 9.4 GiB of parameters and gradients each; without sequence parallelism the rest is too little.
-    world, work = cluster(node("a", "RTX3080Ti", 4)), Job(transformer("llama-2-7b"), 2048, 16, "bf16")
+    world, work = cluster(node("a", "RTX3080Ti", 4)), Job(transformer("llama-2-7b"), 2304, 16, "bf16")
     result = partition.plan(world, work, budget_s=3.0)
     assert result.plan is not None and result.plan.offload_optimizer and result.plan.sequence_parallel
     plain = replace(result.plan, sequence_parallel=False)

@@ -94,13 +94,35 @@ def test_the_state_of_gpt3_is_18_bytes_a_parameter_over_64_gpus() -> None:
         (4, 16384, 53248, 128, 4, 1, 2, 52.89),
     ],
 )
-def test_megatron_allocates_what_is_counted_within_6_percent(
+def test_megatron_allocates_what_is_counted_within_3_percent(
     layers: int, hidden: int, ffn: int, heads: int, tensor: int, depth: int, copies: int, measured_gib: float
 ) -> None:
     # SimuMax's runs on B200: Llama 3 70B and 405B with fewer layers, micro-batch 1 of 4096 tokens, distributed optimizer.
     model = Transformer("llama-3", layers, hidden, ffn, heads, 128256, kv_heads=8)
     plan = uniform(model, tensor, depth, copies, sequence_parallel=tensor > 1)
-    assert allocated(plan) == pytest.approx(measured_gib, rel=0.06)
+    assert allocated(plan) == pytest.approx(measured_gib, rel=0.03)
+
+
+def test_a_backward_needs_the_gradients_of_what_it_works_on() -> None:
+    # Of 256 tokens: a gradient of each tensor that a layer keeps, or of the logits, with that of the largest matrix in 2 bytes.
+    of_layer = 2 * 64 * 2 * 128
+    for vocab, recompute in ((256, "none"), (4096, "none"), (4096, "full"), (65536, "full")):
+        model = replace(TINY, vocab=vocab, padded_vocab=vocab)
+        kept = memory_parts(uniform(model, sequence_length=256), 0, 0).activations / 8
+        again = kept if recompute == "full" else 0
+        parts = memory_parts(uniform(model, sequence_length=256, recompute=recompute), 0, 0)
+        logits = 256 * vocab * 4
+        assert parts.working == max(kept + again + of_layer, logits + 2 * vocab * 64)
+        assert parts.logits == 256 * (2 * 64 * 2 + vocab * (2 + 4))
+    # A schedule that splits backwards keeps the gradient of the logits for the half that comes later.
+    model, stages = replace(TINY, vocab=65536, padded_vocab=65536), 2
+    whole, split = (
+        memory_parts(uniform(model, depth=stages, sequence_length=256, schedule=name), 0, 1) for name in ("1f1b", "zb-1p")
+    )
+    assert whole.working == 256 * 65536 * 4 + 2 * 65536 * 64
+    assert split.working == whole.working + kept + of_layer
+    # Of buckets, and beside a copy of all gradients, no other is there.
+    assert memory_parts(uniform(TINY, copies=2, zero_stage=2, sequence_length=256), 0, 0).working == kept
 
 
 @pytest.mark.parametrize(("vocab", "tokens", "measured_gib"), [(32768, 2048, 16.01), (131072, 2048, 21.00), (32768, 4096, 22.23)])
@@ -302,7 +324,9 @@ def test_a_software_stack_says_what_it_holds_besides() -> None:
     unfused = Stack("test", activation_scale=1.5, logits_scale=2.0, gradient_copy=True, context_bytes=5e9)
     other = memory_parts(plan, 0, 0, software=unfused)
     assert other.gradients == 6 * count == plain.gradients + 2 * count
-    assert (other.activations, other.working, other.logits) == (plain.activations * 1.5, plain.working * 1.5, plain.logits * 2)
+    matrix = 2 * 64 * 2 * 128  # gate and up; beside a copy of all gradients there is no other of this one
+    assert (other.activations, other.logits) == (plain.activations * 1.5, plain.logits * 2)
+    assert other.working == (plain.working - matrix) * 1.5
     assert (other.context - plain.context, other.parameters) == (5e9 - 2**30, plain.parameters)
     # No copy beside gradients that are summed in the training precision.
     in_bf16 = replace(plan, gradient_precision="bf16")
