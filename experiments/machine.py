@@ -160,13 +160,18 @@ def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
     On GPUs, whose peaks are told to the byte, with what the runtime's loss keeps: logits and their gradient in the training
     precision, and the softmax of a few at a time, where the simulator takes one of all in fp32 for granted, and the gradient too.
     """
-    element_bytes = PRECISION_BYTES[plan.precision]
-    lean = replace(stack("motley"), logits_scale=2 * element_bytes / (element_bytes + 8))
-    return {
-        name: parts.reserved + (0 if device == "cpu" else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes))
-        for p, s, r, parts in lane_parts(plan, None if device == "cpu" else lean)
-        for name in plan.pipelines[p].stages[s].replicas[r].devices
-    }
+    own, element_bytes = stack("motley"), PRECISION_BYTES[plan.precision]
+    lean = [
+        replace(own, logits_scale=element_bytes / whole) for whole in (element_bytes + 4, 4)
+    ]  # of what is kept, and of gradients
+    on_cpu = device == "cpu"
+    found = {}
+    for (p, s, r, kept), (_, _, _, working) in zip(*(lane_parts(plan, own if on_cpu else one) for one in lean), strict=True):
+        parts = replace(kept, working=working.working)
+        softmax = 0 if on_cpu else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes)
+        num_bytes = round((1 + own.fragmentation) * parts.allocated) + softmax
+        found.update(dict.fromkeys(plan.pipelines[p].stages[s].replicas[r].devices, num_bytes))
+    return found
 
 
 def too_large(plan: Plan) -> Infeasible | None:

@@ -210,8 +210,12 @@ class Grids:
         model, degree, first = self._job.model, grid.settings.expert_parallel, grid.pipelines[0][0]
         if model.experts is None or degree == 1:
             return 0.0
-        num_bytes = self._pricing.activation_bytes(grid.shares[0]) * model.experts.top_k / len(first)
-        return 4 * layers * self._pricing.all_to_all_s(tuple([groups[0][0] for groups in grid.pipelines[:degree]]), num_bytes)
+        stream_bytes = self._pricing.activation_bytes(grid.shares[0])
+        holders = tuple([groups[0][0] for groups in grid.pipelines[:degree]])
+        seconds = 4 * self._pricing.all_to_all_s(holders, stream_bytes * model.experts.top_k / len(first))
+        if len(first) > 1:
+            seconds += self._pricing.routed_s(first, stream_bytes, model.experts)
+        return layers * seconds
 
     def _draft(self, grid: Grid, amounts: dict[Looks, int]) -> Draft:
         """The draft of a grid of which each stage recomputes so much."""

@@ -19,7 +19,7 @@ from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import is_cpu
 from sim.spec.job import Job
 from sim.spec.plan import Pipeline
-from sim.spec.schedules import held_by
+from sim.spec.schedules import SCHEDULES, held_by
 
 FEW, MANY = 2, 4
 """Numbers of pipelines that are asked about. With more of them ZeRO's parts are smaller in proportion, the rest is the same."""
@@ -138,6 +138,7 @@ class Room:
             settings.expert_parallel,
             settings.sequence_slices,
             settings.context_parallel,
+            SCHEDULES[settings.schedule].splits_backward,
             only,
         )
         found = self._known.get(key)
@@ -166,7 +167,8 @@ class Room:
         job = replace(self._job, model=model, global_batch=pipelines * micro_batch)
         # Under GPipe every micro-batch is in flight at once.
         plan = make_plan(self._cluster, job, draft, replace(settings, schedule="gpipe"))
-        rules = rules_of(plan, self._cluster.stack)
+        splits = SCHEDULES[settings.schedule].splits_backward
+        rules = replace(rules_of(plan, self._cluster.stack), splits_backward=splits)
         return [_compared(rules, shape) for _, _, _, shape in islice(lane_shapes(plan), depth)]
 
 

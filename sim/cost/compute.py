@@ -73,6 +73,11 @@ def host_step_s(node: Node, parameters: float, precision: str, gradient_precisio
 # --- Collectives -----------------------------------------------------------------------------------------------------
 
 
+INNER_GROUPS = ("tensor", "context", "expert", "routed")
+"""Among whom the collectives inside an instruction are: the tensor ranks of each context rank; the context ranks of each tensor
+rank; each device with those that hold the other experts; and, of what arrived for these, the tensor ranks once more."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorCollective:
     """`count` collectives, one after another, over groups of devices, all groups of the lane at once."""
@@ -84,8 +89,12 @@ class TensorCollective:
     all_to_all, what each device has, of which it keeps its part."""
     count: int
     group: str = "tensor"
-    """tensor: the tensor ranks of each context rank; context: the context ranks of each tensor rank; expert: each device with
-    those that hold the other experts, or, of what arrived for these, the tensor ranks."""
+    """One of `INNER_GROUPS`."""
+
+    @property
+    def among_tensor_ranks(self) -> bool:
+        """Whether it is one of the tensor ranks of each context rank."""
+        return self.group in ("tensor", "routed")
 
 
 _Tally = dict[tuple[str, float, str], int]
@@ -170,7 +179,8 @@ class ComputeCost:
         go round once, and in the backward once more, with their gradients. Expert parallelism sends every token to its experts
         and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668). With sequence parallelism each tensor rank sends
         its part of the tokens, and what arrived at all of them is gathered there, once for each expert that a token goes to, and
-        kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318).
+        kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318). (In the runtime
+        each sends all tokens of its group instead, and gathers nothing.) Experts that every token goes to are a dense MLP.
         """
         key = _key(lane, instruction, "collectives")
         found = self._collectives.get(key)
@@ -323,7 +333,7 @@ class ComputeCost:
         stack = self.stack
         host_s = stack.host_s * (kernels + sum(collective.count for collective in collectives))
         if len(self.plan.pipelines[lane.pipeline].stages) > 1 and len(self.cluster.nodes) > 1:
-            tensor = sum(collective.count for collective in collectives if collective.group == "tensor")
+            tensor = sum(collective.count for collective in collectives if collective.among_tensor_ranks)
             host_s += stack.tensor_host_s * tensor * lane.tensor_parallel
         return host_s
 
@@ -388,11 +398,12 @@ class ComputeCost:
         tally: _Tally = {}
         routed = boundary * model.experts.top_k if plan.expert_parallel > 1 and model.experts is not None else 0
         if degree > 1 and plan.sequence_parallel:
-            # Of attention and of the MLP, or of the experts in its place.
-            _add(tally, "all_gather", boundary, (1 if routed else 2) * (passes + (count if weights else 0)))
-            _add(tally, "reduce_scatter", boundary, (1 if routed else 2) * passes)
-            _add(tally, "all_gather", routed, passes if routed else 0, "expert")
-            _add(tally, "reduce_scatter", routed, passes if routed else 0, "expert")
+            # Of attention, and of the MLP, or of that of the experts that every token goes to; and then of the others.
+            inputs_of = 2 if not routed or (model.experts is not None and model.experts.shared_experts) else 1
+            _add(tally, "all_gather", boundary, inputs_of * (passes + (count if weights else 0)))
+            _add(tally, "reduce_scatter", boundary, inputs_of * passes)
+            _add(tally, "all_gather", routed, passes if routed else 0, "routed")
+            _add(tally, "reduce_scatter", routed, passes if routed else 0, "routed")
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))
             _add(tally, "all_gather", at_ends, (embedding and weights) + (head and forward) + (head and weights))
         elif degree > 1:

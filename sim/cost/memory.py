@@ -68,7 +68,7 @@ class MemoryParts:
     """Of what has its backward under way: of a layer what its recomputation brings back, and a gradient of each kept tensor; or
     of the head the gradient of one micro-batch's logits, if that is more. A schedule that splits backwards keeps this gradient
     for the second half, and so has both. And the gradient of its largest matrix, in the training precision, until it is summed;
-    of buckets (ZeRO 2 and 3) that is among the gradients, and so it is where the stack keeps a copy of them."""
+    of a bucket's (ZeRO 2 and 3) that is among the gradients, and so it is where the stack keeps a copy of them."""
     logits: int
     """What the head keeps, of all micro-batches in flight."""
     buffers: int
@@ -165,7 +165,7 @@ class Parameters(NamedTuple):
     copy: int
     """Of the embedding, where it is tied to a head on another stage."""
     layer_matrix: int
-    """Of the largest matrix of a layer; of experts that of one."""
+    """Of the largest matrix of a layer; of experts that of one, as where each has a tensor of its own."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ class MemoryRules:
     expert_parallel: int
     sequence_slices: int
     splits_backward: bool
+    copies_gradients: bool
+    """Whether `gradient_bytes` are those of sums, and of gradients in the training precision beside them."""
     stack: Stack
 
     @cached_property
@@ -289,7 +291,8 @@ def _rules(
     element_bytes = PRECISION_BYTES[precision]
     state_bytes = 0 if offload_optimizer else 4 * OPTIMIZER_STATES[optimizer] + (4 if element_bytes < 4 else 0)
     gradient_bytes = PRECISION_BYTES[gradient_precision]
-    if software.gradient_copy and gradient_bytes != element_bytes:
+    copies_gradients = software.gradient_copy and gradient_bytes != element_bytes
+    if copies_gradients:
         gradient_bytes += element_bytes
     return MemoryRules(
         transformer,
@@ -303,6 +306,7 @@ def _rules(
         expert_parallel,
         sequence_slices,
         splits_backward,
+        copies_gradients,
         software,
     )
 
@@ -474,10 +478,10 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     divided_layers = min(whole, end_parameters + layer_shards + 2 * rules.bucket_layers * parameters.layer)
     of_layer = rules.layer_bytes(degree, shape.sequences)
     activations = sum(count * of_layer[mode][0] for mode, count in counts.items())
-    summed_later = rules.zero_stage < 2 and not software.gradient_copy
-    matrix_bytes = rules.element_bytes if summed_later else 0
-    in_layer = parameters.layer_matrix * matrix_bytes
-    working = max((of_layer["none"][0] + of_layer[mode][1] + in_layer for mode, count in counts.items() if count), default=0)
+    in_layer = max((of_layer["none"][0] + of_layer[mode][1] for mode, count in counts.items() if count), default=0)
+    matrix_bytes = 0 if rules.copies_gradients else rules.element_bytes
+    of_matrix = parameters.layer_matrix * matrix_bytes if layers and rules.zero_stage < 2 else 0
+    working = in_layer + of_matrix
     tokens = shape.sequences * rules.slice_length // ranks
     divided = degree if rules.sequence_parallel else 1
     activations = round(shape.in_flight * activations)
@@ -486,9 +490,11 @@ def shape_parts(rules: MemoryRules, shape: LaneShape) -> MemoryParts:
     logits = 0
     if shape.head:
         logits, gradient = logits_bytes(rules, shape)
-        matrix = max(head, copy, embedding if model.tied_embeddings else 0)
-        of_head = round(software.logits_scale * gradient) + matrix * matrix_bytes
-        working = working + of_head if rules.splits_backward else max(working, of_head)
+        in_head = round(software.logits_scale * gradient)
+        of_head = max(head, copy, embedding if model.tied_embeddings else 0) * matrix_bytes
+        # Where backwards are split, the halves with the matrices come one by one.
+        both = in_layer + in_head + max(of_matrix, of_head)
+        working = both if rules.splits_backward else max(working, in_head + of_head)
     boundary = boundary_bytes(model, shape.sequences, rules.slice_length, rules.element_bytes) // (divided * ranks)
     of_keys_and_values = rules.key_value_bytes(degree, shape.sequences)
     attended = of_keys_and_values // ranks if ranks > 1 else 0

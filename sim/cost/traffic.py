@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, ring_exchange
-from sim.cost.compute import ComputeCost, Inside, TensorCollective, busy_s
+from sim.cost.compute import INNER_GROUPS, ComputeCost, Inside, TensorCollective, busy_s
 from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
@@ -56,8 +56,8 @@ class Work:
         return max(self.seconds, network.alone_s(self.beside)) + network.alone_s(self.after)
 
 
-Inner: TypeAlias = tuple[Transfer, Transfer, Transfer]
-"""The transfers inside one instruction, of tensor ranks, context ranks and experts, at the rate that they reach alone."""
+Inner: TypeAlias = tuple[Transfer, Transfer, Transfer, Transfer]
+"""The transfers inside one instruction, at the rate that they reach alone, by `INNER_GROUPS`."""
 
 
 def inner(
@@ -71,9 +71,9 @@ def inner(
     for one in cost.collectives(like or lane, instruction):
         found.setdefault(one.group, []).append(_inside(network, cost, lane, one))
     if not found:
-        return NOTHING, NOTHING, NOTHING
-    tensor, context = (together(found[group]) if group in found else NOTHING for group in ("tensor", "context"))
-    return tensor, context, _in_turn(network, found["expert"]) if "expert" in found else NOTHING
+        return NOTHING, NOTHING, NOTHING, NOTHING
+    tensor, context, expert, routed = (together(found[group]) if group in found else NOTHING for group in INNER_GROUPS)
+    return tensor, context, expert, routed
 
 
 def work(
@@ -91,10 +91,10 @@ def work(
     transfers = known if known is not None else inner(network, cost, lane, instruction)
     if isinstance(instruction, OptimizerStep) or not any(transfers):
         return Work(seconds)
-    tensor, context, expert = (_slowed(transfer, inner_scale(network, cost.stack, transfer)) for transfer in transfers)
+    tensor, context, expert, routed = (_slowed(transfer, inner_scale(network, cost.stack, transfer)) for transfer in transfers)
     overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
-    after = _in_turn(network, [_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert])
+    after = _in_turn(network, [_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert, routed])
     if steps_s := ring_steps_s(network, cost.stack, lane.tensor_groups, cost.collectives(lane, instruction)):
         after = replace(after, latency_s=after.latency_s + steps_s)
     return Work(seconds, beside, after)
@@ -252,14 +252,14 @@ def ring_steps_s(network: Network, stack: Stack, groups: Groups, collectives: It
     """
     if not stack.ring_step_s or all(network.cluster.nodes_of(group) < 2 for group in groups):
         return 0.0
-    rounds = sum(one.count * RING_STEPS[one.kind] for one in collectives if one.group == "tensor")
+    rounds = sum(one.count * RING_STEPS[one.kind] for one in collectives if one.among_tensor_ranks)
     return stack.ring_step_s * rounds * (len(groups[0]) - 1)
 
 
 def _inside(network: Network, cost: ComputeCost, lane: Lane, one: TensorCollective) -> Transfer:
     """One entry of the collectives inside an instruction, over all groups of the lane at once."""
     num_bytes, count = one.num_bytes, one.count
-    if one.kind == "all_to_all":
+    if one.group == "expert":
         return scaled(_dispatch(network, cost, lane), num_bytes, count)
     if one.group == "context":
         steps = count * (lane.context_parallel - 1)

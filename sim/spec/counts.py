@@ -73,8 +73,8 @@ def layer_parameter_parts(transformer: Transformer, tensor_parallel: int = 1) ->
         expert = _mlp_matrices(t, moe.ffn, tensor_parallel) + _mlp_biases(t, moe.ffn, tensor_parallel)
         experts = moe.experts * expert
         if moe.shared_experts:
-            mlp = moe.shared_experts * _mlp_matrices(t, moe.shared_ffn, tensor_parallel)
-            biases += moe.shared_experts * _mlp_biases(t, moe.shared_ffn, tensor_parallel)
+            mlp = _mlp_matrices(t, moe.shared_experts * moe.shared_ffn, tensor_parallel)
+            biases += _mlp_biases(t, moe.shared_experts * moe.shared_ffn, tensor_parallel)
     return LayerParameters(
         attention=t.hidden * (qkv + query),
         mlp=mlp,
@@ -199,7 +199,7 @@ def layer_forward_flop(transformer: Transformer, tokens: int, sequence_length: i
     else:
         moe = t.experts
         weights += t.hidden * moe.experts + moe.top_k * _mlp_matrices(t, moe.ffn, 1)
-        weights += moe.shared_experts * _mlp_matrices(t, moe.shared_ffn, 1)
+        weights += _mlp_matrices(t, moe.shared_experts * moe.shared_ffn, 1)
     seen = sequence_length if t.sliding_window is None else min(sequence_length, t.sliding_window)
     return LayerFlop(matmul=2 * tokens * weights, attention=2 * 2 * tokens * seen * query)
 
@@ -393,7 +393,7 @@ def _mlp_width(t: Transformer, tensor_parallel: int) -> int:
     if t.experts is None:
         return _share(t.ffn, tensor_parallel)
     moe = t.experts
-    return moe.top_k * _share(moe.ffn, tensor_parallel) + moe.shared_experts * _share(moe.shared_ffn, tensor_parallel)
+    return moe.top_k * _share(moe.ffn, tensor_parallel) + _share(moe.shared_experts * moe.shared_ffn, tensor_parallel)
 
 
 def _softmax_bytes(

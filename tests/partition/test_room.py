@@ -25,7 +25,14 @@ NAMES = [f"a/{i}" for i in range(128)]
 
 
 @given(
-    model=st.sampled_from([TINY, replace(TINY, name="tied", tied_embeddings=True), presets()["gpt3-125m"]]),
+    model=st.sampled_from(
+        [
+            TINY,
+            replace(TINY, name="tied", tied_embeddings=True),
+            replace(TINY, name="wide head", vocab=50_000, padded_vocab=50_000),
+            presets()["gpt3-125m"],
+        ]
+    ),
     depth=st.integers(1, 4),
     pipelines=st.integers(1, 7),
     degree=st.sampled_from([1, 2, 4]),
@@ -33,7 +40,7 @@ NAMES = [f"a/{i}" for i in range(128)]
     micro_batches=st.integers(1, 6),
     settings=st.builds(
         Settings,
-        schedule=st.sampled_from(["1f1b", "gpipe"]),
+        schedule=st.sampled_from(["1f1b", "gpipe", "split-1f1b"]),
         zero_stage=st.sampled_from([0, 1]),
         sequence_parallel=st.booleans(),
         offload_optimizer=st.booleans(),

@@ -120,9 +120,13 @@ def test_a_backward_needs_the_gradients_of_what_it_works_on() -> None:
         memory_parts(uniform(model, depth=stages, sequence_length=256, schedule=name), 0, 1) for name in ("1f1b", "zb-1p")
     )
     assert whole.working == 256 * 65536 * 4 + 2 * 65536 * 64
-    assert split.working == whole.working + kept + of_layer
-    # Of buckets, and beside a copy of all gradients, no other is there.
+    assert split.working == whole.working + kept
+    # Of a bucket's matrix, and beside a copy of all gradients, no other is there; the head is in no bucket.
     assert memory_parts(uniform(TINY, copies=2, zero_stage=2, sequence_length=256), 0, 0).working == kept
+    assert memory_parts(uniform(model, copies=2, zero_stage=2, sequence_length=256), 0, 0).working == whole.working
+    for gradients, held in (("fp32", whole.working - 2 * 65536 * 64), ("bf16", whole.working)):
+        plan = uniform(model, sequence_length=256, gradient_precision=gradients)
+        assert memory_parts(plan, 0, 0, software=Stack("copies", gradient_copy=True)).working == held
 
 
 @pytest.mark.parametrize(("vocab", "tokens", "measured_gib"), [(32768, 2048, 16.01), (131072, 2048, 21.00), (32768, 4096, 22.23)])
