@@ -336,15 +336,24 @@ def test_one_wild_run_moves_little() -> None:
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
     # Without tensor ranks: their overlap, their rate, and what the host takes for each of them.
     start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
-    start = replace(start, node_collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5)
+    start = replace(start, node_collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5, routing_traffic=7.0)
     found = fitted(timed(start), start).stack
     assert (found.tensor_overlap, found.tensor_host_s, found.message_s) == (0.7, 3e-6, 2.0)
-    assert (found.node_collective_scale, found.ring_step_s) == (0.3, 7e-6)
+    assert (found.node_collective_scale, found.ring_step_s, found.routing_traffic) == (0.3, 7e-6, 7.0)
     assert not found.flash_attention and found.context_bytes == start.context_bytes
     # Without runs: everything.
     nothing = fitted([], replace(start, source="as it was"))
     assert nothing.stack == replace(start, source="as it was") and (nothing.timed, nothing.weighed) == (0, 0)
     assert fitted([replace(row, iter_time_s=None) for row in timed(start)], start).stack == start
+
+
+def test_runs_with_experts_tell_what_the_way_to_them_moves() -> None:
+    true, start, mixed = replace(USUAL, routing_traffic=15.0), replace(USUAL, routing_traffic=0.0), (1, 2, 3, 6, 7, 9)
+    rows = [replace(run(*shape, A100), model_name="Mixtral-8x7B" if n in mixed else "Llama") for n, shape in enumerate(SHAPES)]
+    found = fitted([replace(row, iter_time_s=estimate(row).iteration_s(stack=true)) for row in rows], start)
+    # It decides little of their times, so that the prior, with its middle at 2, keeps some.
+    assert 7 < found.stack.routing_traffic < 16 and found.time_error < 0.02
+    assert fitted(timed(USUAL, SHAPES[1:4]), start).stack.routing_traffic == 0
 
 
 def test_a_run_whose_gpu_lacks_the_precision_spares_the_others() -> None:

@@ -7,7 +7,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -223,13 +226,27 @@ def test_gradients_in_half_precision_stay_near_fp32(workers: Workers, tmp_path: 
 
 
 def test_an_update_takes_a_gradient_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it takes one that is in fp32 already, whole: to the bit, over three steps of three stretches."""
     monkeypatch.setattr(optimizer, "CHUNK", 8)
-    for count in (0, 1, 8, 17):
-        numbers = torch.arange(count)
-        found = list(optimizer._chunks(numbers))
-        assert [end for _, end, _ in found[:-1]] == [begin for begin, _, _ in found[1:]]
-        assert all(len(chunk) == end - begin <= 8 for begin, end, chunk in found)
-        assert torch.equal(torch.cat([numbers[:0], *(chunk for _, _, chunk in found)]), numbers)
+    numbers, own = torch.randn(53, generator=torch.Generator().manual_seed(0)), settings_of(PLANS["one device"], Path("data"))
+
+    def updated(dtype: torch.dtype) -> SimpleNamespace:
+        gradient = SimpleNamespace(value=numbers.to(torch.bfloat16).to(dtype))
+        states, updates = {name: torch.zeros(53) for name in ("a", "b")}, [torch.zeros(()) for _ in range(3)]
+        parts = [(0, 20, True), (20, 20, True), (20, 53, True)]
+        master = SimpleNamespace(parts=parts, gradient=gradient, values=numbers.clone(), states=states, updates=updates)
+        world = SimpleNamespace(plan=SimpleNamespace(offload_optimizer=False, optimizer="adamw"))
+        which: Any = SimpleNamespace(_world=world, _settings=own, _staging=None)
+        which._move = partial(optimizer.Optimizer._move, which)
+        for _ in range(3):
+            optimizer.Optimizer._update(which, [(master, n) for n in range(3)], True, 0.5, 1e-2)  # type: ignore[misc]
+        return master
+
+    whole, chunked = updated(torch.float32), updated(torch.bfloat16)
+    assert torch.equal(chunked.values, whole.values)
+    assert not torch.equal(whole.values, numbers)
+    assert all(torch.equal(chunked.states[name], state) for name, state in whole.states.items())
+    assert [float(n) for n in chunked.updates] == [float(n) for n in whole.updates] == [3.0, 3.0, 3.0]
 
 
 def check_half(name: str, precision: str, workers: Workers, folder: Path) -> None:

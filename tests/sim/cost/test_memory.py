@@ -130,7 +130,7 @@ def test_a_backward_needs_the_gradients_of_what_it_works_on() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "tokens", "measured_gib"), [(32768, 2048, 16.01), (131072, 2048, 21.00), (32768, 4096, 22.23)])
-def test_a_pipeline_of_eight_stages_allocates_what_is_counted_within_3_percent(
+def test_a_pipeline_of_eight_stages_allocates_what_is_counted_within_2_percent(
     vocab: int, tokens: int, measured_gib: float
 ) -> None:
     # The baseline of "Balancing Pipeline Parallelism with Vocabulary Parallelism", GPT 4B on eight A100s, 1F1B.
@@ -138,7 +138,7 @@ def test_a_pipeline_of_eight_stages_allocates_what_is_counted_within_3_percent(
         "gpt-4b", 32, 3072, 12288, 24, vocab, activation="gelu", norm="layernorm", attention_bias="all", mlp_bias=True
     )
     model = replace(gpt, position="learned", max_positions=tokens)
-    assert allocated(uniform(model, 1, 8, micro_batches=128, sequence_length=tokens)) == pytest.approx(measured_gib, rel=0.03)
+    assert allocated(uniform(model, 1, 8, micro_batches=128, sequence_length=tokens)) == pytest.approx(measured_gib, rel=0.02)
 
 
 # --- Fits or not -----------------------------------------------------------------------------------------------------

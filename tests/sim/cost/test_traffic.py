@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, Inside, TensorCollective, optimizer_bytes
 from sim.cost.estimate import Estimate
 from sim.cost.network import Network, Transfer, together
-from sim.cost.traffic import Work, exchange, growth, message, sum_of_shards, work
+from sim.cost.traffic import Work, exchange, growth, message, ring_steps_s, sum_of_shards, work
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Intra
 from sim.spec.compile import compile_plan
@@ -647,6 +647,52 @@ def test_what_arrived_for_experts_is_gathered_by_the_tensor_ranks_that_sent_part
     # Of the inputs of both halves only that of attention was not kept whole.
     weights = taken(given, cluster, BackwardWeight(0, (1, 3)))
     assert weights.after.num_bytes == pytest.approx(of_stream)
+
+
+def test_what_goes_to_experts_and_what_is_gathered_for_them_are_each_slowed_by_their_own_scale() -> None:
+    """The all-to-all goes over cards, at RATE, and the gathers stay in a node, at twice as much: neither hides the other."""
+    given, bare = plan(["n0/0 n0/1"], ["n1/0 n1/1"], model=MIXTURE, expert_parallel=2, sequence_parallel=True), world(2, 2)
+    cluster = replace(
+        bare, nodes=tuple(replace(node, intra=replace(node.intra, bandwidth_bytes_per_s=2 * RATE)) for node in bare.nodes)
+    )
+
+    def after_s(**scales: float) -> float:
+        network, software = Network(cluster), Stack("slow", tensor_overlap=1.0, **scales)
+        told = work(network, ComputeCost(given, cluster, stack=software), compile_plan(given).lanes[0], Forward(0, (1, 3)))
+        return network.alone_s(told.after)
+
+    routed = 2 * TOKENS * 2 * HIDDEN * 2  # of two layers; 2 experts a token; 2 bytes
+    # There and back half of the tokens over one card; each of two ranks sends half, before the experts and behind them.
+    dispatched_s, gathered_s = 2 * routed / 2 / RATE, 2 * routed / 2 / (2 * RATE)
+    assert after_s() == pytest.approx(dispatched_s + gathered_s)
+    assert after_s(collective_scale=0.5) == pytest.approx(2 * dispatched_s + gathered_s)
+    assert after_s(node_collective_scale=0.5) == pytest.approx(dispatched_s + 2 * gathered_s)
+
+
+def test_gathers_for_experts_are_collectives_of_tensor_ranks() -> None:
+    across = (["n0/0 n1/0"], ["n2/0 n3/0"])
+    plans = [plan(*across, model=MIXTURE, expert_parallel=n, sequence_parallel=True) for n in (1, 2)]
+    rounds, hosts = [], []
+    for given in plans:
+        cost, lane = ComputeCost(given, world(4), stack=Stack("s", tensor_host_s=1.0)), compile_plan(given).lanes[0]
+        collectives = cost.collectives(lane, Forward(0, (1, 3)))
+        rounds.append(ring_steps_s(Network(world(4)), Stack("s", ring_step_s=1.0), lane.tensor_groups, collectives))
+        hosts.append(sum(one.count for one in collectives if one.among_tensor_ranks))
+    # A gather and a scatter of attention and of the MLP, or of what arrived for the experts.
+    assert rounds[0] == rounds[1] == 2 * 4
+    assert hosts == [2 * 4, 2 * 4]
+
+
+def test_experts_of_every_token_are_summed_as_a_dense_mlp_beside_the_others() -> None:
+    both = replace(MIXTURE, experts=Moe(experts=4, top_k=2, ffn=128, shared_experts=1, shared_ffn=64))
+    counts = []
+    for model in (MIXTURE, both):
+        given = plan(["n0/0 n0/1"], ["n1/0 n1/1"], model=model, expert_parallel=2, sequence_parallel=True)
+        cost, lane = ComputeCost(given, world(2, 2)), compile_plan(given).lanes[0]
+        counts.append({(one.kind, one.group): one.count for one in cost.collectives(lane, Forward(0, (1, 3)))})
+    routed = {("all_gather", "routed"): 2, ("reduce_scatter", "routed"): 2, ("all_to_all", "expert"): 4}
+    assert counts[0] == {("all_gather", "tensor"): 2, ("reduce_scatter", "tensor"): 2, **routed}
+    assert counts[1] == {("all_gather", "tensor"): 4, ("reduce_scatter", "tensor"): 4, **routed}
 
 
 def test_lanes_that_share_experts_take_what_their_own_tokens_take_alone() -> None:
