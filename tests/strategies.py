@@ -55,7 +55,8 @@ def clusters(draw: DrawFn, max_nodes: int = 3) -> Cluster:
 
 @st.composite
 def models(draw: DrawFn) -> Transformer:
-    """Transformers of up to eight layers. Of the wide ones a gradient bucket has one or two layers, of the others all."""
+    """Transformers of up to eight layers. Of the wide ones a gradient bucket has one or two layers, of the others all; heads take
+    less than a layer, or more."""
     hidden = draw(st.sampled_from((64, 1536, 2048)))
     return Transformer(
         name="random",
@@ -64,7 +65,7 @@ def models(draw: DrawFn) -> Transformer:
         ffn=4 * hidden,
         heads=8,
         kv_heads=draw(st.sampled_from((4, 8))),
-        vocab=96,
+        vocab=draw(st.sampled_from((96, 4096))),
         tied_embeddings=draw(st.booleans()),
     )
 
