@@ -536,14 +536,14 @@ def _with_constants(stack: Stack, values: Mapping[str, float]) -> Stack:
 def mean_stack(software: Stack, known: Mapping[str, Stack]) -> Stack:
     """The stack with the means of the constants of those that its `mean_of` names: geometric, or arithmetic where one is zero.
 
-    Routing is the mean of those that have a figure for it: elsewhere zero says that no run told one.
+    Routing is left out: one stack's runs tell of it, with two experts a token, and what later software fuses takes less.
     """
     members = [known[name] for name in software.mean_of.split(", ")]
     values = {}
     for parameter in (*TIME_PARAMETERS, *MEMORY_PARAMETERS):
+        if parameter.name == "routing_traffic":
+            continue
         of_members = np.array([getattr(member, parameter.name) for member in members])
-        if parameter.name == "routing_traffic" and of_members.any():
-            of_members = of_members[of_members > 0]
         mean = np.exp(np.log(of_members).mean()) if (of_members > 0).all() else of_members.mean()
         values[parameter.name] = float(f"{mean:.3g}")
     return _with_constants(software, values)
