@@ -151,7 +151,7 @@ def machine_bytes() -> int:
 
 
 SOFTMAX_BYTES = 4 * 2**25
-"""Of the logits whose softmax the runtime's loss computes at once, in fp32."""
+"""Of the logits whose softmax the runtime's loss computes at once, in fp32 (`runtime.tensor_parallel.LOSS_NUMBERS`)."""
 
 
 def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
@@ -161,14 +161,13 @@ def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
     precision, and the softmax of a few at a time, where the simulator takes one of all in fp32 for granted, and the gradient too.
     """
     own, element_bytes = stack("motley"), PRECISION_BYTES[plan.precision]
-    lean = [
-        replace(own, logits_scale=element_bytes / whole) for whole in (element_bytes + 4, 4)
-    ]  # of what is kept, and of gradients
-    on_cpu = device == "cpu"
+    # Of each logit `sim.cost.memory` counts itself and its softmax as kept, and its gradient in fp32 as worked on.
+    kept_scale, working_scale = (1.0, 1.0) if device == "cpu" else (element_bytes / (element_bytes + 4), element_bytes / 4)
+    scaled = (lane_parts(plan, replace(own, logits_scale=scale)) for scale in (kept_scale, working_scale))
     found = {}
-    for (p, s, r, kept), (_, _, _, working) in zip(*(lane_parts(plan, own if on_cpu else one) for one in lean), strict=True):
-        parts = replace(kept, working=working.working)
-        softmax = 0 if on_cpu else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes)
+    for (p, s, r, kept), (*_, at_work) in zip(*scaled, strict=True):
+        parts = replace(kept, working=at_work.working)
+        softmax = 0 if device == "cpu" else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes)
         num_bytes = round((1 + own.fragmentation) * parts.allocated) + softmax
         found.update(dict.fromkeys(plan.pipelines[p].stages[s].replicas[r].devices, num_bytes))
     return found

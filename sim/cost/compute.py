@@ -402,8 +402,9 @@ class ComputeCost:
             inputs_of = 2 if not routed or (model.experts is not None and model.experts.shared_experts) else 1
             _add(tally, "all_gather", boundary, inputs_of * (passes + (count if weights else 0)))
             _add(tally, "reduce_scatter", boundary, inputs_of * passes)
-            _add(tally, "all_gather", routed, passes if routed else 0, "routed")
-            _add(tally, "reduce_scatter", routed, passes if routed else 0, "routed")
+            if routed:
+                _add(tally, "all_gather", routed, passes, "routed")
+                _add(tally, "reduce_scatter", routed, passes, "routed")
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))
             _add(tally, "all_gather", at_ends, (embedding and weights) + (head and forward) + (head and weights))
         elif degree > 1:
