@@ -55,6 +55,7 @@ class Assumption:
     selective_layers: float | None
     zero_stage: int
     sequence_parallel: bool
+    expert_tensor_parallel: int | None
     overlap_gradients: bool
     gradient_precision: str
     optimizer: str
@@ -242,6 +243,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         selective_layers=none_or(table.number, "selective_layers", maximum=1.0),
         zero_stage=table.choice("zero_stage", ZERO_STAGES),
         sequence_parallel=table.flag("sequence_parallel"),
+        expert_tensor_parallel=table.optional_integer("expert_tensor_parallel"),
         overlap_gradients=table.flag("overlap_gradients"),
         gradient_precision=table.choice("gradient_precision", GRADIENT_PRECISIONS),
         optimizer=table.choice("optimizer", OPTIMIZERS),

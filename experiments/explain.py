@@ -35,8 +35,8 @@ _FASTER = f"compute {(FASTER_COMPUTE - 1) * 100:.0f} % faster"
 MOST_STAGES = 16
 """Of stages that differ, so many are made faster one by one: those that the critical path is longest on."""
 
-LINKS, SPEED, RECOMPUTE, SCHEDULE, MICRO_BATCH = "links", "compute", "recompute", "schedule", "micro-batch"
-GROUPS = (LINKS, SPEED, RECOMPUTE, SCHEDULE, MICRO_BATCH)
+LINKS, SPEED, RECOMPUTE, SCHEDULE, MICRO_BATCH, EXPERTS = "links", "compute", "recompute", "schedule", "micro-batch", "experts"
+GROUPS = (LINKS, SPEED, RECOMPUTE, SCHEDULE, MICRO_BATCH, EXPERTS)
 """The kinds of changes."""
 
 
@@ -119,6 +119,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *_more_in_flight(plan, cluster),
         *_other_slices(plan, cluster),
         *_other_micro_batches(plan, cluster),
+        *_other_experts(plan, cluster),
     ]
     effects = []
     with counting(len(changes)) as one_done:
@@ -372,6 +373,27 @@ def _other_micro_batches(plan: Plan, cluster: Cluster) -> Iterator[Change]:
             pipelines.append(made)
         else:
             yield Change(MICRO_BATCH, name, replace(plan, pipelines=tuple(pipelines)), cluster)
+
+
+def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """The plan with experts divided over half and twice as many devices; and with whole ones on each tensor rank, as many bytes
+    there, or, where they are whole, with columns of each."""
+    moe, degree, whole = plan.transformer.experts, plan.expert_parallel, plan.whole_experts
+    if moe is None:
+        return
+    ranks = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
+    others = [(count, plan.expert_tensor_parallel) for count in (degree // 2, 2 * degree)]
+    if len(ranks) == 1 and (tensor := max(ranks)) > 1:
+        others.append((max(1, degree // tensor), None) if whole else (degree * tensor, 1))
+    was = f" (was over {degree}{', whole' if whole else ''})" if degree > 1 else ""
+    for count, each in others:
+        if count < 1 or moe.experts % count:
+            continue
+        name = f"experts {'whole, ' if each else ''}{f'over {count}' if count > 1 else 'not divided'}{was}"
+        try:
+            yield Change(EXPERTS, name, replace(plan, expert_parallel=count, expert_tensor_parallel=each), cluster)
+        except InputError as error:
+            yield Change(EXPERTS, name, plan, cluster, str(error))
 
 
 def _twice(pipeline: Pipeline) -> Pipeline | str:

@@ -252,6 +252,8 @@ def to_megatron(plan: Plan) -> Export:
         flags.append(f"--context-parallel-size {grid.context}")
     if plan.expert_parallel > 1:
         flags += [f"--expert-model-parallel-size {plan.expert_parallel}", "--moe-token-dispatcher-type alltoall"]
+        if plan.whole_experts:
+            flags.append("--expert-tensor-parallel-size 1")
     if grid.tensor > 1 and (plan.sequence_parallel or model.experts is not None):
         flags.append("--sequence-parallel")
         if not plan.sequence_parallel:

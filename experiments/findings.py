@@ -469,6 +469,7 @@ def _plan_row(plan: Plan) -> dict[str, Any]:
         "sequence_parallel": True if plan.sequence_parallel else None,
         "context_parallel": plan.context_parallel if plan.context_parallel > 1 else None,
         "expert_parallel": plan.expert_parallel if plan.expert_parallel > 1 else None,
+        "expert_tensor_parallel": plan.expert_tensor_parallel,
         "sequence_slices": plan.sequence_slices if plan.sequence_slices > 1 else None,
         "offload_optimizer": True if plan.offload_optimizer else None,
         "gradient_precision": plan.gradient_precision if plan.gradient_precision != "fp32" else None,

@@ -304,12 +304,18 @@ class _Row:
             sequence_parallel=self.tp > 1 and bool(self._taken("sequence_parallel", assumption.sequence_parallel)),
             context_parallel=self.cp,
             expert_parallel=run.ep or 1,
+            expert_tensor_parallel=self._expert_tensor_parallel(),
             shard_group=shard_group,
             overlap_gradients=assumption.overlap_gradients,
             gradient_precision=assumption.gradient_precision,
             offload_optimizer=offloads is not None or assumption.offload_optimizer,
             optimizer=assumption.optimizer,
         )
+
+    def _expert_tensor_parallel(self) -> int | None:
+        """1 where tensor ranks have whole experts: as is assumed, or as a row says that divides them over more than all copies."""
+        divided = self.run.ep or 1
+        return 1 if divided > self.dp * self.cp else self.assumption.expert_tensor_parallel if divided > 1 else None
 
     def _zero(self) -> tuple[int, int | None]:
         """The ZeRO stage, and how many devices share its shards (None: all replicas)."""

@@ -153,6 +153,7 @@ _INPUTS: Mapping[str, _Column] = {
     "context_parallel": _Column("context parallel"),
     "sequence_slices": _Column("slices of a sequence"),
     "expert_parallel": _Column("expert parallel"),
+    "expert_tensor_parallel": _Column("tensor ranks of an expert"),
     "offload_optimizer": _Column("optimizer in hosts"),
     "planner": _Column("planner"),
     "schedule": _Column("schedule"),

@@ -131,6 +131,8 @@ def plan_title(plan: Plan) -> str:
     for name, degree in (("context", plan.context_parallel), ("expert", plan.expert_parallel)):
         if degree > 1:
             facts.append(f"{name} parallel {degree}")
+    if plan.whole_experts:
+        facts.append("whole experts on each tensor rank")
     if plan.offload_optimizer:
         facts.append(f"optimizer in hosts (up to {max(host_bytes(plan).values()) / GIB:.1f} GiB)")
     return ", ".join(facts)

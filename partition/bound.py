@@ -230,10 +230,11 @@ def _sliced_path_s(
     model, stack, length, precision = job.model, cluster.stack, job.sequence_length // slices, job.precision
     experts = 1 if model.experts is None else model.experts.experts
     layers = [
-        [_through_s(piece) for piece in sliced_seconds(kind, stack, job, slices, 1, *split, degree)]
+        [_through_s(piece) for piece in sliced_seconds(kind, stack, job, slices, 1, *split, degree, whole)]
         for kind in kinds
         for split in splits
         for degree in {1, experts}
+        for whole in {False, experts > 1}
     ]
     last_s, others_s = min(passed[-1] for passed in layers), min(sum(passed[:-1]) for passed in layers)
     head_s = min(

@@ -339,8 +339,9 @@ def _kind(cluster: Cluster, job: Job, kind: GpuKind, counts: Mapping[GpuKind, in
     model, software, most = job.model, cluster.stack, sum(counts.values())
     element_bytes, port_bytes_per_s = PRECISION_BYTES[job.precision], _port_bytes_per_s(cluster, kind)
     lanes = [
-        tuple(_lane(cluster, job, kind, degrees, slices, share, port_bytes_per_s) for share in shares)
+        tuple(_lane(cluster, job, kind, degrees, slices, share, port_bytes_per_s, whole) for share in shares)
         for degrees in _degrees(job, most)
+        for whole in ((False, True) if model.experts is not None and model.experts.experts % degrees[0] == 0 else (False,))
         for slices in (slice_counts(job.sequence_length) if degrees[1] == 1 else (1,))
         for shares in _shares(job.global_batch, math.prod(degrees))
     ]
@@ -407,12 +408,13 @@ def _lane(
     slices: int,
     sequences: int,
     port_bytes_per_s: float,
+    whole_experts: bool,
 ) -> _Lane:
     """A lane of one kind. Sequence parallelism and the most expert parallelism save most, and are taken to be there."""
     model, stack, length, precision = job.model, cluster.stack, job.sequence_length, job.precision
     tensor, context = degrees
-    experts = 1 if model.experts is None else model.experts.experts
-    layers = sliced_seconds(kind, stack, job, slices, sequences, tensor, True, context, experts)
+    experts = (1 if model.experts is None else model.experts.experts, whole_experts)
+    layers = sliced_seconds(kind, stack, job, slices, sequences, tensor, True, context, *experts)
     head = head_seconds(kind, stack, model, sequences, length // slices, tensor, True, precision, context)
     bytes_per_s, element_bytes = stack.collective_scale * port_bytes_per_s, PRECISION_BYTES[precision]
     summed_s = 0.0
@@ -421,7 +423,7 @@ def _lane(
         summed_s = (1 - stack.tensor_overlap) * num_bytes / bytes_per_s
     forward_s = back_s = summed_s
     if context > 1:  # keys and values go round once forward, and on the way back once more with their gradients
-        alone = layer_seconds(kind, stack, model, 1, length, tensor, True, precision, context, experts)
+        alone = layer_seconds(kind, stack, model, 1, length, tensor, True, precision, context, *experts)
         round_s = key_value_bytes(model, 1, length, tensor, element_bytes) / bytes_per_s
         others = sequences * (context - 1) / context  # of as many steps, all but one hide behind the attention to the last one's
         forward_s += others * max(0.0, round_s - alone.attention_s)
@@ -451,10 +453,11 @@ def sliced_seconds(
     sequence_parallel: bool = False,
     context_parallel: int = 1,
     expert_parallel: int = 1,
+    whole_experts: bool = False,
 ) -> list[PieceSeconds]:
     """Seconds of one layer for each slice of some sequences that come in so many."""
     length = job.sequence_length // slices
-    split = (tensor_parallel, sequence_parallel, job.precision, context_parallel, expert_parallel)
+    split = (tensor_parallel, sequence_parallel, job.precision, context_parallel, expert_parallel, whole_experts)
     return [layer_seconds(kind, stack, job.model, sequences, length, *split, place * length) for place in range(slices)]
 
 

@@ -22,7 +22,7 @@ from sim.spec.counts import (
     tied_copy_parameters_at,
 )
 from sim.spec.job import Job
-from sim.spec.plan import SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.plan import SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage, expert_copies
 from sim.spec.transformer import presets
 
 Draft: TypeAlias = tuple[Pipeline, ...]
@@ -55,11 +55,16 @@ class Settings:
     sequence_parallel: bool = False
     offload_optimizer: bool = False
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
     ahead: int = 0
     """Micro-batches that stages hold beside those of 1F1B for each message between nodes that is still to come."""
     sequence_slices: int = 1
     context_parallel: int = 1
     """Of each stage's devices, which are as many tensor-parallel groups."""
+
+    def expert_copies(self, tensor_parallel: int) -> int:
+        """As of a plan: `Plan.expert_copies`."""
+        return expert_copies(self.expert_parallel, self.expert_tensor_parallel, tensor_parallel)
 
     def under(self, schedule: str, ahead: int = 0) -> Settings:
         """The settings with another schedule; in slices only where it takes them."""
@@ -146,6 +151,7 @@ def make_plan(cluster: Cluster, job: Job, draft: Draft, settings: Settings) -> P
         zero_stage=settings.zero_stage,
         sequence_parallel=settings.sequence_parallel,
         expert_parallel=settings.expert_parallel,
+        expert_tensor_parallel=settings.expert_tensor_parallel,
         sequence_slices=settings.sequence_slices,
         context_parallel=settings.context_parallel,
         offload_optimizer=settings.offload_optimizer,
@@ -161,6 +167,7 @@ def settings_of(plan: Plan) -> Settings:
         plan.sequence_parallel,
         plan.offload_optimizer,
         plan.expert_parallel,
+        plan.expert_tensor_parallel,
         sequence_slices=plan.sequence_slices,
         context_parallel=plan.context_parallel,
     )

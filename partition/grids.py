@@ -1,5 +1,5 @@
 """Grids that divide more than optimizer states: pipelines of one cut, whose copies divide gradients (ZeRO 2), parameters, too
-(ZeRO 3), the experts of a mixture, or every sequence (context parallelism).
+(ZeRO 3), the experts of a mixture (whole on each tensor rank, or columns of each), or every sequence (context parallelism).
 
 Where memory is tight and the network fast, a fully sharded plan needs no recomputation and has no bubble: with one stage it is
 what DeepSpeed and FSDP do. Where sequences are few and long, each may go over several tensor-parallel groups, whose keys
@@ -121,10 +121,19 @@ class Grids:
                 if shares is None or max(shares) > most:
                     continue
                 alike = not unlike and min(shares) == max(shares)
-                for degree, zero_stage in product(self._expert_degrees if ranks == 1 else (1,), ZERO_STAGES):
-                    if (degree > 1 and alike and copies % degree == 0) or (degree == 1 and (zero_stage > 1 or ranks > 1)):
-                        chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree)
+                divisions = self._divisions(copies, len(pipelines[0][0])) if alike and ranks == 1 else []
+                for (degree, tensor), zero_stage in product([(1, None), *divisions], ZERO_STAGES):
+                    if degree > 1 or zero_stage > 1 or ranks > 1:
+                        chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree, expert_tensor_parallel=tensor)
                         yield Grid(pipelines, tuple(shares), number, chosen)
+
+    def _divisions(self, copies: int, tensor: int) -> Iterator[tuple[int, int | None]]:
+        """The degrees of expert parallelism, and of tensor parallelism of experts, of so many copies of these tensor ranks."""
+        for degree in self._expert_degrees:
+            if degree > 1 and copies % degree == 0:
+                yield degree, None
+            if tensor > 1 and degree % tensor == 0 and copies % (degree // tensor) == 0:
+                yield degree, 1
 
     def _arranged(self, ranks: int) -> Iterator[tuple[tuple[Groups, ...], Settings, bool]]:
         """The stages of all grids of so many context ranks, what holds for them, and whether pipelines are of unlike kinds."""
@@ -169,7 +178,7 @@ class Grids:
             pieces = self._pricing.stage(devices, share, grid.settings)
             seconds = pieces.forward_s(count, s == 0, s == last)
             seconds += pieces.backward_s(recomputed(count, amounts.get(look, 0)), s == 0, s == last)
-            seconds *= self._with_fewer_experts(devices[0], len(devices), share, grid.settings.expert_parallel)
+            seconds *= self._with_fewer_experts(devices[0], len(devices), share, grid.settings)
             stages_s[s] = max(stages_s[s], seconds + self._experts_s(grid, count))
         exchange_s = self._exchange_s(grid, cuts[0][1] - cuts[0][0])
         # The first micro-batch comes through the stages before one, and its last gradient goes back there.
@@ -178,43 +187,46 @@ class Grids:
 
     def _exchange_s(self, grid: Grid, layers: int) -> float:
         """Seconds of what the copies of the first stage exchange for each micro-batch; its ends come once for all."""
-        model, degree, zero_stage = self._job.model, grid.settings.expert_parallel, grid.settings.zero_stage
-        ranks = grid.settings.context_parallel
+        model, zero_stage, ranks = self._job.model, grid.settings.zero_stage, grid.settings.context_parallel
+        copies = grid.settings.expert_copies(len(grid.pipelines[0][0]))
         lanes = tuple([one for groups in grid.pipelines for one in tensor_groups(groups[0], ranks)])
         layer = layer_parameter_parts(model)
         seconds = 0.0
-        # Those that hold the same experts are one of each group over which the experts are divided.
+        # Those that hold the same experts are one of each that have all of them together.
         everywhere = layer.total - layer.experts
-        for held, members in ((everywhere, lanes), (layer.experts // degree, lanes[::degree])):
+        for held, members in ((everywhere, lanes), (layer.experts // copies, lanes[::copies])):
             if held and len(members) > 1 and zero_stage > 1:
                 reduce_s, gather_s = self._pricing.exchange_s(members, layers * held)
                 seconds += reduce_s + (2 * gather_s if zero_stage == 3 else 0.0)
         return seconds
 
-    def _with_fewer_experts(self, device: str, tensor: int, share: int, degree: int) -> float:
+    def _with_fewer_experts(self, device: str, tensor: int, share: int, settings: Settings) -> float:
         """How many times as long a layer computes where a GPU holds a part of the experts."""
-        if degree == 1:
+        own = settings.expert_parallel, settings.expert_tensor_parallel is not None
+        if own == (1, False):
             return 1.0
-        key = (id(self._cluster.device(device).gpu), tensor, share, degree)
+        key = (id(self._cluster.device(device).gpu), tensor, share, own)
         if key not in self._fewer:
             job, kind, stack = self._job, self._cluster.device(device).gpu, self._cluster.stack
             few, all_of_them = (
-                layer_seconds(kind, stack, job.model, share, job.sequence_length, tensor, tensor > 1, job.precision, 1, held)
-                for held in (degree, 1)
+                layer_seconds(kind, stack, job.model, share, job.sequence_length, tensor, tensor > 1, job.precision, 1, *held)
+                for held in (own, (1, False))
             )
             self._fewer[key] = (few.forward_s + few.backward_s) / (all_of_them.forward_s + all_of_them.backward_s)
         return min(1.0, self._fewer[key])
 
     def _experts_s(self, grid: Grid, layers: int) -> float:
         """Seconds in which tokens go to their experts and back, in both passes of a micro-batch through so many layers."""
-        model, degree, first = self._job.model, grid.settings.expert_parallel, grid.pipelines[0][0]
-        if model.experts is None or degree == 1:
+        model, settings, first = self._job.model, grid.settings, grid.pipelines[0][0]
+        if model.experts is None or settings.expert_parallel == 1:
             return 0.0
         stream_bytes = self._pricing.activation_bytes(grid.shares[0])
-        holders = tuple([groups[0][0] for groups in grid.pipelines[:degree]])
+        whole = settings.expert_tensor_parallel is not None
+        sharing = [groups[0] for groups in grid.pipelines[: settings.expert_copies(len(first))]]
+        holders = tuple([device for group in sharing for device in (group if whole else group[:1])])
         seconds = 4 * self._pricing.all_to_all_s(holders, stream_bytes * model.experts.top_k / len(first))
         if len(first) > 1:
-            seconds += self._pricing.routed_s(first, stream_bytes, model.experts)
+            seconds += self._pricing.routed_s(first, stream_bytes, model.experts, whole)
         return layers * seconds
 
     def _draft(self, grid: Grid, amounts: dict[Looks, int]) -> Draft:

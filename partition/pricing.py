@@ -305,17 +305,20 @@ class Pricing:
         """Seconds of an all-to-all among devices of which each has so many bytes, alone on their links."""
         return self._collective_s(TensorCollective("all_to_all", num_bytes, 1, "expert"), devices)
 
-    def routed_s(self, devices: Devices, stream_bytes: float, experts: Moe) -> float:
+    def routed_s(self, devices: Devices, stream_bytes: float, experts: Moe, whole: bool = False) -> float:
         """Seconds by which the collectives of tensor ranks take longer in both passes of a layer whose experts are divided.
 
         They gather what arrived for the experts, and scatter as much behind these, in the place of the one stream of a dense
-        MLP, of which the weight half gathers the input once more; see `sim.cost.compute.ComputeCost.collectives`.
+        MLP, of which the weight half gathers the input once more; where ranks have whole experts, nothing (so that this is below
+        0). See `sim.cost.compute.ComputeCost.collectives`.
         """
 
         def each_s(kind: str, num_bytes: float) -> float:
             return self._collective_s(TensorCollective(kind, num_bytes, 1, "routed"), devices)
 
-        routed_s = 2 * sum([each_s(kind, experts.top_k * stream_bytes) for kind in ("all_gather", "reduce_scatter")])
+        routed_s = 0.0
+        if not whole:
+            routed_s = 2 * sum([each_s(kind, experts.top_k * stream_bytes) for kind in ("all_gather", "reduce_scatter")])
         if experts.shared_experts:
             return routed_s
         return routed_s - 3 * each_s("all_gather", stream_bytes) - 2 * each_s("reduce_scatter", stream_bytes)

@@ -136,6 +136,7 @@ class Room:
             settings.sequence_parallel,
             settings.offload_optimizer,
             settings.expert_parallel,
+            settings.expert_tensor_parallel,
             settings.sequence_slices,
             settings.context_parallel,
             SCHEDULES[settings.schedule].splits_backward,

@@ -6,6 +6,7 @@ learned is the same under every plan. Weights of the chosen experts are those of
 
 Shapes: T tokens of a tensor-parallel group, E experts, K those that a token is sent to, H hidden. All of it is a divided region
 of tensor parallelism: each rank has its columns of every expert, sends all tokens, and what it computes is its part of a sum.
+Where each rank has whole experts it sends its own tokens, as sequence parallelism divides them, and has all of their results.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class ExpertGroup:
     degree: int
     order: tuple[int, ...]
     process_group: dist.ProcessGroup
+    whole: bool = False
+    """Whether each tensor rank has whole experts, and sends its own tokens."""
 
 
 class _Rows(torch.autograd.Function):
@@ -236,11 +239,19 @@ class Experts(nn.Module):
     @eager
     def forward(self, x_SBH: torch.Tensor, again: Remade | None = None) -> torch.Tensor:
         """What the experts make of the stream's normed rows, which are `again` made of the rows themselves, if that is given."""
-        group, moe = self.group, self.moe
-        if group.process_group is not None:
-            again = None  # what all ranks' rows together would be made of, none has
-        x_SBH = enter(x_SBH, group)
-        x_TH = x_SBH.flatten(0, 1)
+        own = self.expert_group is not None and self.expert_group.whole
+        entered_SBH = x_SBH if own and self.shared is None else enter(x_SBH, self.group)
+        # What all ranks' rows together would be made of, none has.
+        entered_again = again if self.group.process_group is None else None
+        if own:
+            y_SBH = self._routed(x_SBH, again)
+            return y_SBH if self.shared is None else y_SBH + leave(self._everyones(entered_SBH, entered_again), self.group)
+        y_SBH = self._routed(entered_SBH, entered_again)
+        return leave(y_SBH if self.shared is None else y_SBH + self._everyones(entered_SBH, entered_again), self.group)
+
+    def _routed(self, x_SBH: torch.Tensor, again: Remade | None) -> torch.Tensor:
+        """What the experts make of these rows that the router chooses for them, weighted."""
+        moe, x_TH = self.moe, x_SBH.flatten(0, 1)
         logits_TE = own_linear(x_TH, self.router_EH, False, self.deferred, again)
         wide = torch.promote_types(logits_TE.dtype, torch.float32)
         chosen_TK, expert_TK = logits_TE.to(wide).topk(moe.top_k, dim=-1)
@@ -252,12 +263,15 @@ class Experts(nn.Module):
         sent = _rows(x_TH, order // moe.top_k, back)
         made = self._made(sent, torch.searchsorted(sorted_slots, self.numbers, right=True, out_int32=True))
         returned_TKH = _rows(made, back, order).view(-1, moe.top_k, x_TH.shape[-1])
-        y_TH = (returned_TKH * weight_TK[..., None]).sum(1)
-        if self.shared is not None:
-            up, down = self.shared
-            wide_TF = own_linear(x_TH, up, False, self.deferred, again)
-            y_TH = y_TH + own_linear(self.activation(wide_TF), down, True, self.deferred, self._remade(wide_TF[:, None]))
-        return leave(y_TH.view_as(x_SBH), group)
+        return (returned_TKH * weight_TK[..., None]).sum(1).view_as(x_SBH)
+
+    def _everyones(self, x_SBH: torch.Tensor, again: Remade | None) -> torch.Tensor:
+        """What the experts make of these rows to which every token goes."""
+        assert self.shared is not None
+        up, down = self.shared
+        wide_TF = own_linear(x_SBH.flatten(0, 1), up, False, self.deferred, again)
+        y_TH = own_linear(self.activation(wide_TF), down, True, self.deferred, self._remade(wide_TF[:, None]))
+        return y_TH.view_as(x_SBH)
 
     def _made(self, sent: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """What the experts make of rows that lie expert by expert: of those of other ranks there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -92,17 +92,25 @@ def lane_sections(transformer: Transformer, lane: Lane) -> tuple[LayerRange, ...
     return tuple(sorted(found))
 
 
-def section_parameters(plan: Plan, lane: Lane, layers: LayerRange, context: int = 0) -> tuple[Parameter, ...]:
-    """The parameters that a context rank of a lane holds of a layer range: of divided experts those that are its own.
+def plan_parameters(plan: Plan, layers: LayerRange) -> tuple[Parameter, ...]:
+    """The parameters of a layer range as a plan divides them: experts may be whole where they are."""
+    found = range_parameters(plan.transformer, layers)
+    if not plan.whole_experts:
+        return found
+    return tuple(parameter if parameter.expert is None else replace(parameter, divided="in_part") for parameter in found)
+
+
+def section_parameters(plan: Plan, lane: Lane, layers: LayerRange, context: int, index: int) -> tuple[Parameter, ...]:
+    """The parameters that a tensor rank of a context rank of a lane holds of a layer range: of divided experts its own.
 
     Of a tied embedding the lane of the head has only the tokens' matrix.
     """
-    found = range_parameters(plan.transformer, layers)
+    found = plan_parameters(plan, layers)
     if layers == (0, 0) and not lane.embedding:
         return tuple(parameter for parameter in found if parameter.divided == "vocabulary")
     if plan.transformer.experts is None or plan.expert_parallel == 1:
         return found
-    own = experts_of(plan.transformer.experts.experts, expert_rank(plan, lane, context), plan.expert_parallel)
+    own = experts_of(plan.transformer.experts.experts, expert_rank(plan, lane, context, index), plan.expert_parallel)
     return tuple(parameter for parameter in found if parameter.expert is None or parameter.expert in own)
 
 
@@ -115,20 +123,19 @@ def slices(
     devices of one counts once, unless each has only its part of the gradient.
     """
     pieces: list[Piece] = []
-    groups = [
-        (group, {parameter.name for parameter in section_parameters(plan, lane, layers, context)})
-        for lane in lanes
-        for context, group in enumerate(ranks[lane.name])
+    groups = [(lane, context, group) for lane in lanes for context, group in enumerate(ranks[lane.name])]
+    names = [
+        [{parameter.name for parameter in section_parameters(plan, lane, layers, context, index)} for index in range(len(group))]
+        for lane, context, group in groups
     ]
-    for parameter in sorted(range_parameters(plan.transformer, layers), key=lambda p: (p.copied, not p.decays)):
+    for parameter in sorted(plan_parameters(plan, layers), key=lambda p: (p.copied, not p.decays)):
         held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its group, rows from, to, partial
-        for number, (group, names) in enumerate(groups):
-            if parameter.name not in names:
-                continue
+        for number, (_, _, group) in enumerate(groups):
             degree = len(group)
             partial_sum = is_partial(parameter, degree, plan.sequence_parallel)
             for index, rank in enumerate(group):
-                held.append((rank, number, *rows_of(parameter, index, degree), partial_sum))
+                if parameter.name in names[number][index]:
+                    held.append((rank, number, *rows_of(parameter, index, degree), partial_sum))
         cuts = sorted({row for _, _, start, stop, _ in held for row in (start, stop)})
         for start, stop in pairwise(cuts):
             here = [entry for entry in held if entry[2] <= start and stop <= entry[3]]
@@ -140,7 +147,7 @@ def slices(
     for piece in pieces:
         by_holders.setdefault(piece.holders, []).append(piece)
     return tuple(
-        Slice(holders, tuple(found), _shard_groups(plan, holders, [group for group, _ in groups]))
+        Slice(holders, tuple(found), _shard_groups(plan, holders, [group for _, _, group in groups]))
         for holders, found in sorted(by_holders.items())
     )
 

@@ -179,7 +179,8 @@ def _check_shard_group(plan: Plan, program: Program) -> None:
 
 def _check_experts(plan: Plan) -> None:
     """Nothing. Raises InputError where lanes that divide experts would not send tokens to one another in one order."""
-    if plan.expert_parallel == 1:
+    fewest = min(len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas())
+    if plan.expert_copies(fewest) == 1:
         return
     needs = f"with expert_parallel {plan.expert_parallel} the runtime needs"
     counts = sorted({pipeline.micro_batches for pipeline in plan.pipelines})

@@ -88,7 +88,7 @@ class Trainer:
         self.sections: dict[LayerRange, Section] = {}
         sections = self.sections
         for layers in lane_sections(transformer, lane):
-            held = section_parameters(plan, lane, layers, world.context)
+            held = section_parameters(plan, lane, layers, world.context, world.index)
             sections[layers] = Section(held, layers, world.index, lane.tensor_parallel, dtype, world.device)
             if is_sharded(plan, lane, layers):
                 sections[layers].release()
@@ -166,14 +166,17 @@ class Trainer:
             self.optimizer.release(here)
 
     @cached_property
-    def _first_groups(self) -> Mapping[str, tuple[int, ...]]:
-        """By its name the ranks of the first tensor-parallel group that holds a parameter."""
-        found: dict[str, tuple[int, ...]] = {}
+    def _first_holders(self) -> Mapping[str, Mapping[tuple[int, int], int]]:
+        """By a parameter's name the rows that are in the first tensor-parallel group which holds it, each with the first rank."""
+        found: dict[str, dict[tuple[int, int], int]] = {}
         for lane in self.world.program.lanes:
             for context, group in enumerate(self.world.ranks[lane.name]):
-                for layers in lane_sections(self.plan.transformer, lane):
-                    for parameter in section_parameters(self.plan, lane, layers, context):
-                        found.setdefault(parameter.name, group)
+                own: dict[str, dict[tuple[int, int], int]] = {}
+                for index, rank in enumerate(group):
+                    for layers in lane_sections(self.plan.transformer, lane):
+                        for parameter in section_parameters(self.plan, lane, layers, context, index):
+                            own.setdefault(parameter.name, {}).setdefault(rows_of(parameter, index, len(group)), rank)
+                found = own | found
         return found
 
     def _holding(self, parameter: Parameter) -> Section | None:
@@ -183,13 +186,9 @@ class Trainer:
     def _whole(self, parameter: Parameter, section: Section | None) -> torch.Tensor | None:
         """A parameter on the first rank, of the rows that the first lane's devices which hold it send there."""
         world, plan = self.world, self.plan
-        group = self._first_groups[parameter.name]
-        parts: dict[tuple[int, int], int] = {}  # rows to the first of the ranks that have them
-        for index, rank in enumerate(group):
-            parts.setdefault(rows_of(parameter, index, len(group)), rank)
         dtype = DTYPES[self.settings.precision or plan.precision]
         whole = torch.empty(parameter.size, dtype=dtype) if world.rank == 0 else None
-        for (start, stop), rank in parts.items():
+        for (start, stop), rank in self._first_holders[parameter.name].items():
             if start == stop or world.rank not in (0, rank):
                 continue
             rows = torch.empty((stop - start) * parameter.row_size, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -152,21 +153,31 @@ def message_pairs(plan: Plan, program: Program) -> set[tuple[int, int]]:
     return found
 
 
-def expert_rank(plan: Plan, lane: Lane, context: int) -> int:
-    """Which of the `expert_parallel` parts of its layers' experts a context rank of a lane has: one after another in the plan."""
+def expert_rank(plan: Plan, lane: Lane, context: int, index: int) -> int:
+    """Which of the `expert_parallel` parts of its layers' experts a device of a lane has: one after another in the plan.
+
+    It is tensor rank `index` of a context rank. All tensor ranks have the same part, unless each has whole experts.
+    """
     replicas = len(plan.pipelines[lane.pipeline].stages[lane.stage].replicas)
     copy = (lane.pipeline * replicas + lane.replica) * plan.context_parallel + context
+    if plan.whole_experts:
+        copy = copy * lane.tensor_parallel + index
     return copy % plan.expert_parallel
 
 
 def expert_ranks(plan: Plan, program: Program) -> list[Ranks]:
-    """The ranks that divide the experts of a stage's layers among them, each with the others' tensor rank, in expert order."""
-    degree, ranks = plan.expert_parallel, lane_ranks(plan, program)
-    found = []
-    for stage in range(len(plan.pipelines[0].stages)) if degree > 1 else ():
+    """The ranks that divide the experts of a stage's layers among them, in expert order.
+
+    Each with the others' tensor rank; where ranks have whole experts, all tensor ranks of the groups together.
+    """
+    ranks = lane_ranks(plan, program)
+    found: list[Ranks] = []
+    for stage in range(len(plan.pipelines[0].stages)) if plan.expert_parallel > 1 else ():
         groups = [group for lane in program.lanes if lane.stage == stage for group in ranks[lane.name]]
-        for at in range(0, len(groups), degree):
-            found += list(zip(*groups[at : at + degree], strict=True))
+        copies = plan.expert_copies(len(groups[0]))
+        for at in range(0, len(groups), copies):
+            sharing = groups[at : at + copies]
+            found += [tuple(chain.from_iterable(sharing))] if plan.whole_experts else list(zip(*sharing, strict=True))
     return found
 
 
@@ -198,10 +209,11 @@ class World:
         degree = self.plan.expert_parallel
         if degree == 1:
             return None
-        index = expert_rank(self.plan, self.lane, self.context)
+        index = expert_rank(self.plan, self.lane, self.context, self.index)
         members = next(found for found in expert_ranks(self.plan, self.program) if self.rank in found)
         order = sorted(range(degree), key=lambda expert: members[expert])
-        return ExpertGroup(index, degree, tuple(order), self.group(tuple(sorted(members))))
+        process_group = self.group(tuple(sorted(members)))
+        return ExpertGroup(index, degree, tuple(order), process_group, self.plan.whole_experts)
 
     def lanes_sharing_experts(self) -> list[str]:
         """The names of the lanes whose devices have this one's layers' other experts, its own among them."""

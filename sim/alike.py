@@ -122,14 +122,15 @@ Parts = list[list[tuple[str, int, int]]]
 
 def _experts(plan: Plan) -> Parts:
     """The groups among which experts are divided."""
-    copies = [len(stage.replicas) for stage in plan.pipelines[0].stages]  # those of all pipelines are alike
-    return _grouped(plan, "experts", copies, plan.expert_parallel)
+    stages = plan.pipelines[0].stages  # those of all pipelines are alike
+    degrees = [len(stage.replicas[0].devices) // plan.context_parallel for stage in stages]
+    return _grouped(plan, "experts", [len(stage.replicas) for stage in stages], [plan.expert_copies(n) for n in degrees])
 
 
 def _shards(plan: Plan) -> Parts | None:
     """The groups among which ZeRO divides states, where not all copies of a layer are one; None where pipelines are not alike."""
     if plan.shard_group is None or plan.zero_stage == 0:
-        return _grouped(plan, "shards", [], 1)
+        return _grouped(plan, "shards", [], [])
     if len({tuple((stage.layers, len(stage.replicas)) for stage in pipeline.stages) for pipeline in plan.pipelines}) > 1:
         return None
     pipeline = plan.pipelines[0]
@@ -137,14 +138,15 @@ def _shards(plan: Plan) -> Parts | None:
     first, last = pipeline.chunks[0][0], pipeline.chunks[-1][0]
     if plan.transformer.tied_embeddings and first != last:
         copies.append(copies[first] + copies[last])  # of the embedding
-    return _grouped(plan, "shards", copies, plan.shard_group)
+    return _grouped(plan, "shards", copies, [plan.shard_group] * len(copies))
 
 
-def _grouped(plan: Plan, what: str, copies: Sequence[int], size: int) -> Parts:
-    """Groups of `size` copies that follow one another, of each stage; `copies`: those of one pipeline."""
+def _grouped(plan: Plan, what: str, copies: Sequence[int], sizes: Sequence[int]) -> Parts:
+    """Groups of so many copies that follow one another, of each stage; `copies`: those of one pipeline."""
     found: Parts = [[] for _ in plan.pipelines]
-    if size > 1:
-        for s, count in enumerate(count * plan.context_parallel for count in copies):
+    for s, (copied, size) in enumerate(zip(copies, sizes, strict=True)):
+        count = copied * plan.context_parallel
+        if size > 1:
             for p, own in enumerate(found):
                 own += [(what, s, group) for group in range(p * count // size, ((p + 1) * count - 1) // size + 1)]
     return found

@@ -179,8 +179,9 @@ class ComputeCost:
         go round once, and in the backward once more, with their gradients. Expert parallelism sends every token to its experts
         and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668). With sequence parallelism each tensor rank sends
         its part of the tokens, and what arrived at all of them is gathered there, once for each expert that a token goes to, and
-        kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318). (In the runtime
-        each sends all tokens of its group instead, and gathers nothing.) Experts that every token goes to are a dense MLP.
+        kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318), unless each has
+        whole experts. (In the runtime, where it has not, each sends all tokens of its group instead, and gathers nothing.)
+        Experts that every token goes to are a dense MLP.
         """
         key = _key(lane, instruction, "collectives")
         found = self._collectives.get(key)
@@ -217,9 +218,10 @@ class ComputeCost:
             before = place * length
             share = lane.sequences[1] - lane.sequences[0]
             split = (lane.tensor_parallel, plan.sequence_parallel, precision, plan.context_parallel)
-            experts, ends = plan.expert_parallel, (lane.tensor_parallel, precision, plan.context_parallel)
+            experts = (plan.expert_parallel, plan.whole_experts)
+            ends = (lane.tensor_parallel, precision, plan.context_parallel)
             found = self._pieces[lane.name, place] = (
-                slowest([layer_seconds(kind, stack, model, share, length, *split, experts, before) for kind in kinds]),
+                slowest([layer_seconds(kind, stack, model, share, length, *split, *experts, before) for kind in kinds]),
                 slowest([embedding_seconds(kind, stack, model, share, length, *ends) for kind in kinds]),
                 slowest([head_seconds(kind, stack, model, share, length, *split) for kind in kinds]),
             )
@@ -228,14 +230,15 @@ class ComputeCost:
     def expert_groups(self, stage: int) -> Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]:
         """With whom each tensor-parallel group that holds a stage, of pipelines of equal cuts, divides the experts.
 
-        They are `expert_parallel` of these groups that follow one another in the plan, context ranks fastest.
+        They are some of these groups that follow one another in the plan, context ranks fastest; see `Plan.expert_copies`.
         """
         found = self._expert_groups.get(stage)
         if found is None:
-            plan, degree = self.plan, self.plan.expert_parallel
+            plan = self.plan
             replicas = (replica for pipeline in plan.pipelines for replica in pipeline.stages[stage].replicas)
             groups = [group for replica in replicas for group in tensor_groups(replica.devices, plan.context_parallel)]
-            found = {group: groups[i // degree * degree :][:degree] for i, group in enumerate(groups)}
+            count = plan.expert_copies(len(groups[0]))
+            found = {group: groups[i // count * count :][:count] for i, group in enumerate(groups)}
             self._expert_groups[stage] = found
         return found
 
@@ -367,7 +370,7 @@ class ComputeCost:
             parameters = held.shard(lane.layers) * layer_parameters_at(model, degree)
         else:
             layers = sum(stop - start for start, stop in lane.layers)
-            parameters = layers * layer_parameters_at(model, degree, plan.expert_parallel)
+            parameters = layers * layer_parameters_at(model, degree, plan.expert_parallel, plan.whole_experts)
         if lane.embedding:
             parameters += embedding_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         if lane.head:
@@ -402,7 +405,7 @@ class ComputeCost:
             inputs_of = 2 if not routed or (model.experts is not None and model.experts.shared_experts) else 1
             _add(tally, "all_gather", boundary, inputs_of * (passes + (count if weights else 0)))
             _add(tally, "reduce_scatter", boundary, inputs_of * passes)
-            if routed:
+            if routed and not plan.whole_experts:
                 _add(tally, "all_gather", routed, passes, "routed")
                 _add(tally, "reduce_scatter", routed, passes, "routed")
             _add(tally, "reduce_scatter", at_ends, (embedding and forward) + (head and inputs))

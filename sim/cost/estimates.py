@@ -166,6 +166,7 @@ class Estimates:
             plan.gradient_precision,
             plan.context_parallel,
             plan.expert_parallel,
+            plan.expert_tensor_parallel,
             plan.sequence_slices,
             plan.shard_group,
             plan.offload_optimizer,

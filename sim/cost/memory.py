@@ -182,6 +182,7 @@ class MemoryRules:
     zero_stage: int
     context_parallel: int
     expert_parallel: int
+    whole_experts: bool
     sequence_slices: int
     splits_backward: bool
     copies_gradients: bool
@@ -207,12 +208,12 @@ class MemoryRules:
         if found is None:
             model = self.transformer
             found = self._parameters[tensor_parallel] = Parameters(
-                layer_parameters_at(model, tensor_parallel, self.expert_parallel),
+                layer_parameters_at(model, tensor_parallel, self.expert_parallel, self.whole_experts),
                 layer_parameters_at(model, tensor_parallel),
                 embedding_parameters_at(model, tensor_parallel),
                 head_parameters_at(model, tensor_parallel),
                 tied_copy_parameters_at(model, tensor_parallel),
-                max(matmul.n * matmul.k for matmul in layer_matmuls(model, 1, tensor_parallel)),
+                max(matmul.n * matmul.k for matmul in layer_matmuls(model, 1, tensor_parallel, 1, self.whole_experts)),
             )
         return found
 
@@ -233,7 +234,7 @@ class MemoryRules:
             kept_as = (self.transformer, sequences, self.slice_length * slices, tensor_parallel, self.sequence_parallel)
 
             def scaled(count: Callable[..., float], mode: str) -> int:
-                whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention)
+                whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention, self.whole_experts)
                 return round(software.activation_scale * whole_bytes / (self.context_parallel * slices))
 
             found = self._layer_bytes[tensor_parallel, sequences] = {
@@ -284,6 +285,7 @@ def _rules(
     zero_stage: int,
     context_parallel: int,
     expert_parallel: int,
+    whole_experts: bool,
     sequence_slices: int,
     splits_backward: bool,
     software: Stack,
@@ -304,6 +306,7 @@ def _rules(
         zero_stage,
         context_parallel,
         expert_parallel,
+        whole_experts,
         sequence_slices,
         splits_backward,
         copies_gradients,
@@ -324,6 +327,7 @@ def rules_of(plan: Plan, software: Stack) -> MemoryRules:
         plan.zero_stage,
         plan.context_parallel,
         plan.expert_parallel,
+        plan.whole_experts,
         plan.sequence_slices,
         SCHEDULES[plan.schedule].splits_backward,
         software,

@@ -176,6 +176,7 @@ def layer_work(
     flash_attention: bool,
     context_parallel: int,
     expert_parallel: int,
+    whole_experts: bool = False,
     tokens_before: int = 0,
 ) -> LayerWork:
     """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens.
@@ -183,7 +184,8 @@ def layer_work(
     They are the last ones of sequences with so many `tokens_before`, whose keys and values are there.
     """
     tokens = -(-sequences * sequence_length // context_parallel)
-    matmuls = layer_matmuls(transformer, tokens, tensor_parallel, expert_parallel)
+    matmuls = layer_matmuls(transformer, tokens, tensor_parallel, expert_parallel, whole_experts)
+    sent = -(-tokens // tensor_parallel) if whole_experts else tokens
     heads = -(-transformer.heads // tensor_parallel)
     end = tokens_before + sequence_length
     window = transformer.sliding_window or end
@@ -204,14 +206,14 @@ def layer_work(
     return LayerWork(
         matmuls=work,
         attention=attention,
-        memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
+        memory_bytes=layer_memory_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes, whole_experts),
         sharded_bytes=layer_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
-        routing_bytes=layer_routing_bytes(transformer, tokens, element_bytes),
+        routing_bytes=layer_routing_bytes(transformer, sent, element_bytes),
         memory_kernels=layer_kernels(transformer, expert_parallel) - work.count - 1,
         pointwise_bytes=layer_pointwise_bytes(transformer, tokens, tensor_parallel, sequence_parallel, element_bytes),
         pointwise_sharded_bytes=layer_pointwise_sharded_bytes(transformer, tokens, tensor_parallel, element_bytes),
         pointwise_kernels=layer_pointwise_kernels(transformer, expert_parallel),
-        parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel),
+        parameters=layer_parameters_at(transformer, tensor_parallel, expert_parallel, whole_experts),
     )
 
 
@@ -325,6 +327,7 @@ def layer_seconds(
     precision: str = "bf16",
     context_parallel: int = 1,
     expert_parallel: int = 1,
+    whole_experts: bool = False,
     tokens_before: int = 0,
 ) -> PieceSeconds:
     """Seconds of one layer, with attention to so many tokens before the sequences'. Raises InputError where the kind lacks the
@@ -339,6 +342,7 @@ def layer_seconds(
         stack.flash_attention,
         context_parallel,
         expert_parallel,
+        whole_experts,
         tokens_before,
     )
     return seconds_of_layer(work, rates_of(kind, precision), stack)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from typing import TypeAlias
 
 from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, ring_exchange
@@ -274,16 +274,17 @@ def _dispatch(network: Network, cost: ComputeCost, lane: Lane) -> Transfer:
     All lanes of the group do the same at the same time, so that their parts together are the whole.
     """
     degree, fabric = cost.plan.expert_parallel, network.cluster.fabric
-    sharing = cost.expert_groups(lane.stage)
+    sharing, whole = cost.expert_groups(lane.stage), cost.plan.whole_experts
+    # Those with whose experts a device has to do, others of its own group only where each has whole ones.
     reached = [(group, tuple(sharing[group])) for group in lane.tensor_groups]
-    key = ("dispatch", tuple(reached))
+    key = ("dispatch", whole, tuple(reached))
     unit = network.unit_transfers.get(key)
     if unit is None:
         sent = network.transfer(
             (here, there, 1 / degree)
             for group, others in reached
             for other in others
-            for here, there in zip(group, other, strict=True)
+            for here, there in (product(group, other) if whole else zip(group, other, strict=True))
         )
         latency_s = fabric.start_s + sent.latency_s + (degree - 1) * fabric.step_s
         unit = network.unit_transfers[key] = replace(sent, latency_s=latency_s)
@@ -341,9 +342,9 @@ def exchange(
     groups = _tensor_groups(members)
     found = _exchanged(network, plan, reduce, groups, parameters * element_bytes)
     if experts:
-        degree = plan.expert_parallel
-        share_bytes = experts * element_bytes / degree
-        same = [groups[e::degree] for e in range(degree)]
+        copies = plan.expert_copies(len(groups[0]))
+        share_bytes = experts * element_bytes / copies
+        same = [groups[e::copies] for e in range(copies)]
         found = together([found, at_once([_exchanged(network, plan, reduce, holding, share_bytes) for holding in same])])
     return _slowed(found, stack.collective_scale)
 

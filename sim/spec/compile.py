@@ -92,12 +92,13 @@ def _check_experts(plan: Plan) -> None:
             f"expert_parallel {degree} needs pipelines of equal cuts, degrees and in_flight, but they differ; accepted: 1"
         )
     for s, stage in enumerate(plan.pipelines[0].stages):
-        degrees = {len(replica.devices) for replica in stage.replicas}
+        degrees = {len(replica.devices) // plan.context_parallel for replica in stage.replicas}
         copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
-        if len(degrees) > 1 or copies % degree:
+        needed = plan.expert_copies(max(degrees))
+        if len(degrees) > 1 or copies % needed:
             raise InputError(
-                f"expert_parallel {degree} divides the experts over some of the replicas of a stage, which are alike and a "
-                f"multiple of it, but stage {s} has {copies} of {', '.join(map(str, sorted(degrees)))} devices"
+                f"expert_parallel {degree} divides the experts over {needed} of the copies of a stage, which are alike and a "
+                f"multiple of that, but stage {s} has {copies} of {', '.join(map(str, sorted(degrees)))} tensor ranks"
             )
     if plan.shard_group is not None:
         raise InputError(f"expert_parallel {degree} takes shard_group null, but got {plan.shard_group}")

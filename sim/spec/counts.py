@@ -107,10 +107,14 @@ def layer_parameters(transformer: Transformer) -> int:
     return layer_parameter_parts(transformer).total
 
 
-def layer_parameters_at(transformer: Transformer, tensor_parallel: int, expert_parallel: int = 1) -> int:
-    """Parameters of one layer that one of `tensor_parallel` ranks holds, with its share of those of the experts."""
+def layer_parameters_at(
+    transformer: Transformer, tensor_parallel: int, expert_parallel: int = 1, whole_experts: bool = False
+) -> int:
+    """Parameters of one layer that one of `tensor_parallel` ranks holds, with its share of the experts: of their number, and,
+    unless they are whole, of the columns of each."""
     parts = layer_parameter_parts(transformer, tensor_parallel)
-    return parts.total - parts.experts + _share(parts.experts, expert_parallel)
+    experts = layer_parameter_parts(transformer).experts if whole_experts else parts.experts
+    return parts.total - parts.experts + _share(experts, expert_parallel)
 
 
 def embedding_parameters(transformer: Transformer) -> int:
@@ -274,12 +278,15 @@ class Matmul:
         return 1 if self.grouped else self.count
 
 
-def layer_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int, expert_parallel: int = 1) -> tuple[Matmul, ...]:
+def layer_matmuls(
+    transformer: Transformer, tokens: int, tensor_parallel: int, expert_parallel: int = 1, whole_experts: bool = False
+) -> tuple[Matmul, ...]:
     """The matmuls with weights that one rank runs in one layer's forward pass, in their order.
 
     Query, key and value are one product, and so are gate and up, and all experts that every token goes to are one MLP. A router
     is taken to spread the tokens evenly: each expert gets tokens x top_k x expert_parallel / experts of them, rounded up, and
-    the products of all experts are grouped, as in MegaBlocks (arXiv:2211.15841). Not among them: the two of attention, whose
+    the products of all experts are grouped, as in MegaBlocks (arXiv:2211.15841). Where experts are whole a rank sends only its
+    own part of the tokens. Not among them: the two of attention, whose
     FLOP `layer_forward_flop` gives. In the backward pass each product becomes two of as many FLOP.
     """
     t = transformer
@@ -291,12 +298,11 @@ def layer_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int, e
     if t.experts is None:
         return (*matmuls, *_mlp_matmuls(t, "mlp", tokens, t.ffn, tensor_parallel))
     moe = t.experts
-    matmuls.append(Matmul("router", tokens, moe.experts, t.hidden))
+    sent, parts = (_share(tokens, tensor_parallel), 1) if whole_experts else (tokens, tensor_parallel)
+    matmuls.append(Matmul("router", sent, moe.experts, t.hidden))
     held = _share(moe.experts, expert_parallel)
-    routed = _share(tokens * moe.top_k * expert_parallel, moe.experts)
-    matmuls += [
-        replace(matmul, count=held, grouped=True) for matmul in _mlp_matmuls(t, "expert", routed, moe.ffn, tensor_parallel)
-    ]
+    routed = _share(sent * moe.top_k * expert_parallel, moe.experts)
+    matmuls += [replace(matmul, count=held, grouped=True) for matmul in _mlp_matmuls(t, "expert", routed, moe.ffn, parts)]
     if moe.shared_experts:
         matmuls += _mlp_matmuls(t, "shared expert", tokens, moe.shared_experts * moe.shared_ffn, tensor_parallel)
     return tuple(matmuls)
@@ -333,6 +339,7 @@ def layer_activation_bytes(
     recompute: str,
     precision_bytes: int,
     flash_attention: bool = True,
+    whole_experts: bool = False,
 ) -> int:
     """Bytes that one rank keeps of one layer between the forward and the backward pass of one micro-batch.
 
@@ -348,7 +355,8 @@ def layer_activation_bytes(
             query and key before their norms, if any      (a + g) d
             MLP: gelu 2 f (its input and its result), relu f (its result), swiglu 3 f (gate, up, and their product; fused)
             softmax of attention: a x 4 bytes (its sum, in fp32) with flash attention, else a s (the scores)
-        mixture of experts: k f's in the place of f's, those of the shared experts besides, and whole on every rank
+        mixture of experts: k f's in the place of f's, those of the shared experts besides, and whole on every rank, or divided
+        where experts are whole
             tokens sent to experts, and their results     2 k h
             the router's probabilities                    E x 4 bytes
 
@@ -368,11 +376,11 @@ def layer_activation_bytes(
     again = recompute == "pointwise"
     of_mlp = _mlp_kept(t) - (again and recomputes_activation(t))
     elements = 2 * query + 2 * keys + (query + keys) * t.qk_norm + of_mlp * _mlp_width(t, tensor_parallel)
-    copied_bytes = 0
+    routed_bytes = 0
     if t.experts is not None:
-        copied_bytes = 2 * t.experts.top_k * t.hidden * precision_bytes + 4 * t.experts.experts
+        routed_bytes = tokens * (2 * t.experts.top_k * t.hidden * precision_bytes + 4 * t.experts.experts)
     stream = _share(tokens * (2 if again else 4) * t.hidden * precision_bytes, whole_ranks)
-    kept = stream + tokens * (elements * precision_bytes + copied_bytes)
+    kept = stream + tokens * elements * precision_bytes + _share(routed_bytes, tensor_parallel if whole_experts else 1)
     if recompute in ("none", "pointwise"):
         kept += _softmax_bytes(t, micro_batch, sequence_length, tensor_parallel, precision_bytes, flash_attention)
     return kept
@@ -417,6 +425,7 @@ def layer_recompute_peak_bytes(
     recompute: str,
     precision_bytes: int,
     flash_attention: bool = True,
+    whole_experts: bool = False,
 ) -> int:
     """Bytes that one rank holds, besides those kept, while one layer is recomputed: what "none" would have kept, less what is.
 
@@ -433,6 +442,7 @@ def layer_recompute_peak_bytes(
             policy,
             precision_bytes,
             flash_attention,
+            whole_experts,
         )
 
     return kept("none") - kept(recompute)
@@ -480,7 +490,12 @@ def _check(recompute: str) -> None:
 
 
 def layer_memory_bytes(
-    transformer: Transformer, tokens: int, tensor_parallel: int, sequence_parallel: bool, precision_bytes: int
+    transformer: Transformer,
+    tokens: int,
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    precision_bytes: int,
+    whole_experts: bool = False,
 ) -> int:
     """Bytes that one rank reads and writes, in one layer's forward pass, in what is bound by memory and not by matmuls.
 
@@ -491,18 +506,19 @@ def layer_memory_bytes(
         rotary position          query and key in and out, 2 (a + g) d; divided by the degree of tensor parallelism
         norms of query and key   the same
         activation               f in, f out (swiglu 2 f in, f out); divided; for each expert chosen, and shared
-        mixture of experts       k h in and out to send the tokens to their experts, k h in and h out to combine them
+        mixture of experts       k h in and out to send the tokens to their experts, k h in and h out to combine them; divided
+                                 where experts are whole
 
     Left out: biases (added by the matmuls), attention (`attention_memory_bytes`), the router's softmax.
     """
     t = transformer
     whole = _share(tokens * 10 * t.hidden, tensor_parallel if sequence_parallel else 1)
-    routing_bytes = layer_routing_bytes(t, tokens, precision_bytes)
+    routing_bytes = layer_routing_bytes(t, _share(tokens, tensor_parallel if whole_experts else 1), precision_bytes)
     return whole * precision_bytes + routing_bytes + layer_sharded_bytes(t, tokens, tensor_parallel, precision_bytes)
 
 
 def layer_routing_bytes(transformer: Transformer, tokens: int, precision_bytes: int) -> int:
-    """Of `layer_memory_bytes`, what a mixture moves to send the tokens to their experts and to combine what these make."""
+    """Of `layer_memory_bytes`, what a mixture moves to send so many tokens to their experts and to combine what these make."""
     moe = transformer.experts
     return 0 if moe is None else tokens * (3 * moe.top_k + 1) * transformer.hidden * precision_bytes
 

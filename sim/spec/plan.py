@@ -36,6 +36,11 @@ def slice_counts(sequence_length: int) -> list[int]:
     return [slices for slices in range(1, MOST_SLICES + 1) if sequence_length % slices == 0]
 
 
+def expert_copies(expert_parallel: int, expert_tensor_parallel: int | None, tensor_parallel: int) -> int:
+    """Tensor-parallel groups of so many ranks that have all experts of a layer once."""
+    return expert_parallel // (1 if expert_tensor_parallel is None else tensor_parallel)
+
+
 def tensor_groups(devices: tuple[str, ...], context_parallel: int) -> tuple[tuple[str, ...], ...]:
     """The devices of each context rank of a replica, which share each layer: tensor ranks are listed fastest."""
     degree = len(devices) // context_parallel
@@ -188,6 +193,8 @@ class Plan:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    """1: each tensor rank has whole experts, and counts for `expert_parallel`; None: it has columns of each, as of all else."""
     sequence_slices: int = 1
     """Into how many equal slices each sequence is cut: a micro-batch goes through a pipeline slice by slice, each attending to
     those before it, and its backwards come back from the last one to the first."""
@@ -214,6 +221,15 @@ class Plan:
     def slice_length(self) -> int:
         """The tokens of a slice of a sequence: all of them, where sequences are not cut."""
         return self.sequence_length // self.sequence_slices
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether tensor ranks have whole experts, each others of them, and not a part of each."""
+        return self.expert_tensor_parallel is not None
+
+    def expert_copies(self, tensor_parallel: int) -> int:
+        """Tensor-parallel groups of so many ranks, one after another in the plan, that have all experts of a layer once."""
+        return expert_copies(self.expert_parallel, self.expert_tensor_parallel, tensor_parallel)
 
     def job(self) -> Job:
         """The job it was made for."""
@@ -305,6 +321,7 @@ def _check(plan: Plan) -> None:
                         f"{where}: the devices of a replica must divide by context_parallel {plan.context_parallel}, "
                         f"but there are {len(replica.devices)}"
                     )
+    _check_whole_experts(plan)
     plan.job()  # which checks the sizes, against the model's positions too
 
 
@@ -353,6 +370,28 @@ def _check_slices(plan: Plan) -> None:
                 f"sequence_slices {slices} goes with {name} {', '.join(map(str, accepted_values))}, but it is {value}; "
                 "accepted: sequence_slices 1"
             )
+
+
+def _check_whole_experts(plan: Plan) -> None:
+    """Raises InputError where tensor ranks cannot have whole experts as the plan says."""
+    value = plan.expert_tensor_parallel
+    if value is None:
+        return
+    if value != 1:
+        raise InputError(
+            f"expert_tensor_parallel is 1 (whole experts on each tensor rank) or null (as all else), but got {value}"
+        )
+    degrees = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
+    if max(degrees) > 1 and not plan.sequence_parallel:
+        raise InputError(
+            "expert_tensor_parallel 1 needs sequence_parallel true, for each tensor rank sends its own tokens to their experts"
+        )
+    unfit = sorted(degree for degree in degrees if plan.expert_parallel % degree)
+    if unfit:
+        raise InputError(
+            f"expert_tensor_parallel 1 needs an expert_parallel that all tensor-parallel degrees divide, but it is "
+            f"{plan.expert_parallel}, and there are stages of {', '.join(map(str, unfit))} tensor ranks"
+        )
 
 
 def _check_in_flight(schedule: str, pipeline: Pipeline, p: int) -> None:
@@ -408,14 +447,14 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
         "sequence_parallel": table.flag("sequence_parallel", False),
         "context_parallel": table.integer("context_parallel", 1, minimum=1),
         "expert_parallel": table.integer("expert_parallel", 1, minimum=1),
+        "expert_tensor_parallel": table.optional_integer("expert_tensor_parallel"),
         "sequence_slices": table.integer("sequence_slices", 1, minimum=1),
         "overlap_gradients": table.flag("overlap_gradients", True),
         "gradient_precision": table.choice("gradient_precision", GRADIENT_PRECISIONS, "fp32"),
         "offload_optimizer": table.flag("offload_optimizer", False),
         "optimizer": table.choice("optimizer", OPTIMIZERS, "adamw"),
     }
-    shard_group = table.get("shard_group", lambda value: value, "a number of devices or null", None)
-    values["shard_group"] = None if shard_group is None else table.integer("shard_group", minimum=1)
+    values["shard_group"] = table.optional_integer("shard_group", minimum=1)
     table.close()
     try:
         return Plan(pipelines=tuple(micro), **values)
@@ -495,10 +534,8 @@ def _written(plan: Plan) -> str:
         "sequence_parallel": plan.sequence_parallel,
     }
     defaults = Plan.__dataclass_fields__
-    for name in ("context_parallel", "expert_parallel", "sequence_slices", "shard_group", "overlap_gradients"):
-        if getattr(plan, name) != defaults[name].default:
-            head[name] = getattr(plan, name)
-    for name in ("gradient_precision", "offload_optimizer", "optimizer"):
+    degrees = ("context_parallel", "expert_parallel", "expert_tensor_parallel", "sequence_slices", "shard_group")
+    for name in (*degrees, "overlap_gradients", "gradient_precision", "offload_optimizer", "optimizer"):
         if getattr(plan, name) != defaults[name].default:
             head[name] = getattr(plan, name)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]

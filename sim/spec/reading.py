@@ -353,6 +353,16 @@ class Table:
         top = "" if maximum is None else f" and at most {maximum:,}"
         return self.get(key, convert, f"a whole number of at least {minimum}{top}", default)
 
+    def optional_integer(self, key: str, minimum: int = 0) -> int | None:
+        """A whole number of at least `minimum`; None where the key is null, or not there."""
+
+        def convert(value: object) -> int | None:
+            if value is None or (type(value) is int and value >= minimum):
+                return value
+            raise ValueError
+
+        return self.get(key, convert, f"a whole number of at least {minimum}, or null", None)
+
     def number(self, key: str, default: Any = REQUIRED, minimum: float = 0.0, maximum: float = math.inf) -> float:
         """A finite number without unit between `minimum` and `maximum`."""
 

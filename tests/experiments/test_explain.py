@@ -15,8 +15,9 @@ import sim.prepared
 from experiments.explain import Effect, Explanation, explain, link_class, one_more, with_one_more
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, link_names, read_cluster
-from sim.spec.plan import Plan, read_plan
+from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.reading import InputError
+from sim.spec.transformer import Moe, Transformer
 from tests.experiments.conftest import TINY_PLAN, Ran, World
 from tests.worlds import GivenCost, ethernet_cluster, plan, stage
 
@@ -152,6 +153,22 @@ def test_micro_batches_are_doubled_and_halved_where_they_can_be() -> None:
     back = explain(doubled, cluster)
     assert effect_of(back, "micro-batches half").iteration_s == told.trace.iteration_s
     assert "has 1 micro-batches" in str(effect_of(back, "micro-batches twice").reason)
+
+
+def test_experts_are_divided_otherwise() -> None:
+    mixture = Transformer("mixture", 2, 64, 128, 4, 96, experts=Moe(experts=4, top_k=2, ffn=128))
+    cluster = ethernet_cluster([2, 2], 1e9)
+    pipelines = tuple(Pipeline(1, 2, (Stage((Replica((f"n{n}/0", f"n{n}/1"), 1),), ((0, 2),)),)) for n in (0, 1))
+    made = Plan("tiny", mixture, 32, 4, pipelines, expert_parallel=2, sequence_parallel=True)
+    told = explain(made, cluster)
+    found = {effect.name: effect for effect in told.effects if effect.group == "experts"}
+    assert set(found) == {f"experts {how} (was over 2)" for how in ("not divided", "over 4", "whole, over 4")}
+    assert "over 4 of the copies of a stage" in str(found["experts over 4 (was over 2)"].reason)
+    whole = replace(made, expert_parallel=4, expert_tensor_parallel=1)
+    assert found["experts whole, over 4 (was over 2)"].iteration_s == simulate(whole, cluster).iteration_s
+    back = {effect.name: effect for effect in explain(whole, cluster).effects if effect.group == "experts"}
+    assert set(back) == {f"experts {how} (was over 4, whole)" for how in ("whole, over 2", "over 2")}
+    assert back["experts over 2 (was over 4, whole)"].iteration_s == told.trace.iteration_s
 
 
 def test_the_other_schedules_are_tried_and_not_its_own() -> None:

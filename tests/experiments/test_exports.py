@@ -222,6 +222,10 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"model": "mixtral-8x7b"}, {"--num-experts", "--moe-router-topk", "--sequence-parallel"}),
         ({"precision": "fp16"}, {"--fp16"}),
         ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--moe-token-dispatcher-type"}),
+        (
+            {"model": "mixtral-8x7b", "expert_parallel": 4, "expert_tensor_parallel": 1, "sequence_parallel": True},
+            {"--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel"},
+        ),
         ({"model": "mistral-7b"}, {"--window-size"}),
         ({"model": "qwen2.5-7b"}, {"--add-qkv-bias", "--disable-bias-linear"}),
         ({"model": "qwen3-8b"}, {"--qk-layernorm", "--disable-bias-linear"}),

@@ -318,6 +318,18 @@ def test_a_model_of_no_family_is_what_its_columns_tell(ffn: int | None, activati
     assert total_parameters(named.transformer) == pytest.approx(total_parameters(model), rel=0.06)  # GPT's head is its embedding
 
 
+def test_experts_are_whole_where_a_row_divides_them_over_more_than_its_copies() -> None:
+    row = replace(SMALL, model_name="Grok1-314B", num_layers=4, hidden=6144, ffn_hidden=32768, heads=48, kv_heads=8, vocab=131072)
+    row = replace(row, gpu_type="H100", num_gpus=8, tp=4, pp=1, dp=2, global_batch=8, framework="NeMo (v24.11.1)")
+    copies, ranks = made(replace(row, ep=2)).plan, made(replace(row, ep=8)).plan
+    assert (copies.expert_parallel, copies.expert_tensor_parallel) == (2, None)
+    assert (ranks.expert_parallel, ranks.expert_tensor_parallel) == (8, 1)
+    # Of a later release the table of the recipe says so; experts that are not divided are on all of its kinds as all else.
+    later = replace(row, source_key="dgxc", framework="NeMo (v25.05.01)", num_gpus=32, dp=8, global_batch=16)
+    found = {(kind, ep): made(replace(later, gpu_type=kind, ep=ep)).plan for kind in ("H100", "GB200") for ep in (1, 8)}
+    assert {key: plan.expert_tensor_parallel for key, plan in found.items() if plan.whole_experts} == {("H100", 8): 1}
+
+
 def test_experts_have_their_own_width_where_the_family_says_so() -> None:
     # config.json of Qwen3-30B-A3B: hidden 2048, 48 layers, 32 heads of 128, 4 of keys and values; 30.5e9 parameters.
     shape = {"num_layers": 48, "hidden": 2048, "ffn_hidden": 6144, "heads": 32, "kv_heads": 4, "vocab": None}

@@ -127,6 +127,19 @@ def test_experts_are_divided_among_alike_pipelines() -> None:
         assert infeasible(plan, world) is None and simulate(plan, world).iteration_s > 0
 
 
+def test_tensor_ranks_may_have_whole_experts() -> None:
+    mixture = replace(LARGE, name="mixture", layers=8, experts=Moe(8, 2, 2 * LARGE.hidden))
+    work = job(mixture, sequence_length=4096, batch=64)
+    found = ranked(NVLINK, work)
+    whole = [(price_s, draft, settings) for price_s, draft, settings in found if settings.expert_tensor_parallel == 1]
+    assert whole
+    for price_s, draft, settings in whole[:4]:
+        plan = make_plan(NVLINK, work, draft, settings)
+        assert infeasible(plan, NVLINK) is None
+        # What goes to experts stays in a node, so that the price is what the simulation says, but for exchanges of gradients.
+        assert simulate(plan, NVLINK).iteration_s * 0.9 <= price_s <= simulate(plan, NVLINK).iteration_s * (1 + 1e-9)
+
+
 def test_short_sequences_go_over_one_group_each() -> None:
     found = {settings.context_parallel for _, _, settings in ranked(NVLINK, job(TINY, sequence_length=4096))}
     assert found == {1}

@@ -400,6 +400,35 @@ PLANS = {
     "divided experts, context ranks, sequence parallel": plan_of(
         MIXTURE, pipeline(2, 2, ((0, 4), (0, 1, 2, 3))), expert_parallel=2, context_parallel=2, sequence_parallel=True
     ),
+    "whole experts, one group, zero 1": plan_of(
+        SHARED, pipeline(2, 2, ((0, 4), (1, 0))), expert_parallel=2, expert_tensor_parallel=1, sequence_parallel=True
+    ),
+    "whole experts, two groups in any order, recomputed, zero 2": plan_of(
+        SHARED,
+        pipeline(1, 2, ((0, 4), (3, 0), "full")),
+        pipeline(2, 2, ((0, 4), (1, 2), "full")),
+        expert_parallel=4,
+        expert_tensor_parallel=1,
+        zero_stage=2,
+        sequence_parallel=True,
+    ),
+    "whole experts, some held twice, zero 3": plan_of(
+        MIXTURE,
+        pipeline(3, 2, ((0, 3), ((0, 1), 1), ((3, 2), 2), "pointwise"), ((3, 4), ((4,), 2), ((5,), 1))),
+        expert_parallel=2,
+        expert_tensor_parallel=1,
+        zero_stage=3,
+        sequence_parallel=True,
+    ),
+    "whole experts, context ranks, zb-1p": plan_of(
+        MIXTURE,
+        pipeline(2, 3, ((0, 3), (0, 1, 2, 3)), ((3, 4), (4, 5), "selective")),
+        context_parallel=2,
+        expert_parallel=2,
+        expert_tensor_parallel=1,
+        sequence_parallel=True,
+        schedule="zb-1p",
+    ),
     "divided experts, zb-2p": plan_of(
         MIXTURE,
         pipeline(1, 4, ((0, 2), (0,)), ((2, 4), (1,))),
@@ -568,11 +597,13 @@ def runnable_plans(draw: DrawFn) -> Plan:
         precision="fp32",
         gradient_precision="fp32",
     )
-    # What cannot be run is left out: shard groups first, then ZeRO.
-    without = {"shard_group": None}, {"shard_group": None, "zero_stage": 0}
-    for left_out in ({"shard_group": draw(st.sampled_from((None, 1, 2)))}, *without):
-        found = dataclasses.replace(plan, **left_out)  # type: ignore[arg-type]
+    experts = {"expert_parallel": draw(st.sampled_from((1, 2, 3))), "expert_tensor_parallel": draw(st.sampled_from((None, 1)))}
+    # What cannot be run is left out: divided experts first, then shard groups, then ZeRO.
+    undivided = {"expert_parallel": 1, "expert_tensor_parallel": None}
+    without = undivided, {**undivided, "shard_group": None}, {**undivided, "shard_group": None, "zero_stage": 0}
+    for left_out in ({**experts, "shard_group": None}, {"shard_group": draw(st.sampled_from((None, 1, 2)))}, *without):
         with contextlib.suppress(InputError):
+            found = dataclasses.replace(plan, **left_out)  # type: ignore[arg-type]
             check_runnable(found, Settings(steps=1, data="tokens:x"))
             return found
     raise AssertionError("a plan without ZeRO cannot be run")

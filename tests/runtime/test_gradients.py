@@ -48,7 +48,7 @@ def test_every_number_that_a_device_holds_is_in_one_slice_of_it(plan: Plan) -> N
                         rows.update((piece.parameter.name, row) for row in range(piece.start, piece.stop))
                 held = Counter(
                     (parameter.name, row)
-                    for parameter in section_parameters(plan, lane, layers, context)
+                    for parameter in section_parameters(plan, lane, layers, context, index)
                     for row in range(*rows_of(parameter, index, lane.tensor_parallel))
                 )
                 assert rows == held
@@ -66,7 +66,8 @@ def test_the_lanes_of_a_plan_hold_the_whole_model_in_every_pipeline(name: str) -
             if lane.pipeline == p
             for layers in lane_sections(plan.transformer, lane)
             for context in range(plan.context_parallel)
-            for parameter in section_parameters(plan, lane, layers, context)
+            for index in range(lane.tensor_parallel)
+            for parameter in section_parameters(plan, lane, layers, context, index)
         }
         for p in range(len(plan.pipelines))
     ]

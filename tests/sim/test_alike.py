@@ -73,9 +73,10 @@ def test_copies_of_a_plan_are_simulated_as_if_every_lane_ran(world: tuple[Cluste
     assert_same(simulate(plan, cluster), simulate_every_lane(plan, cluster))
 
 
-def small() -> tuple[Cluster, Plan]:
-    """Two stages, one on each node, and three micro-batches."""
-    return ethernet_cluster([1, 1], 1e3), plan([[stage("n0/0", (0, 1)), stage("n1/0", (1, 2))]], 3)
+def small(tensor: int = 1) -> tuple[Cluster, Plan]:
+    """Two stages, one on each node, of so many tensor ranks, and three micro-batches."""
+    names = (" ".join(f"n{node}/{i}" for i in range(tensor)) for node in range(2))
+    return ethernet_cluster([tensor] * 2, 1e3), plan([[stage(name, (s, s + 1)) for s, name in enumerate(names)]], 3)
 
 
 def test_of_copies_on_nodes_that_are_alike_one_runs() -> None:
@@ -203,3 +204,8 @@ def test_pipelines_that_share_experts_are_on_one_island() -> None:
     copies = replace(copies, model=moe, expert_parallel=2)
     assert islands(copies, cluster).pipelines == [0, 1, 0, 1]
     assert Estimate(copies, cluster).iteration_s() == pytest.approx(simulate_every_lane(copies, cluster).iteration_s, rel=1e-9)
+    # Where the two tensor ranks of a pipeline have one whole expert each, it shares none.
+    cluster, pairs = copied(*small(tensor=2), 4, True)
+    pairs = replace(pairs, model=moe, expert_parallel=2, expert_tensor_parallel=1, sequence_parallel=True)
+    assert islands(pairs, cluster).pipelines == [0, 0, 0, 0]
+    assert Estimate(pairs, cluster).iteration_s() == pytest.approx(simulate_every_lane(pairs, cluster).iteration_s, rel=1e-9)

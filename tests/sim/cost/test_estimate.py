@@ -146,6 +146,8 @@ def test_of_long_schedules_it_lays_out_a_part_and_agrees(schedule: str, zero_sta
         {"context_parallel": 2},
         {"context_parallel": 4, "sequence_parallel": True},
         {"expert_parallel": 2},
+        {"expert_parallel": 4, "expert_tensor_parallel": 1, "sequence_parallel": True},
+        {"expert_parallel": 8, "expert_tensor_parallel": 1, "sequence_parallel": True},
         {"zero_stage": 3, "shard_group": 2},
         {"offload_optimizer": True, "zero_stage": 1},
     ],

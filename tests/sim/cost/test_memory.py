@@ -300,6 +300,19 @@ def test_experts_are_divided_over_replicas_and_their_states_over_all() -> None:
     assert parts.optimizer == 12 * (8 * (rest + 4 * expert) + ends) // 8
 
 
+def test_tensor_ranks_may_have_whole_experts() -> None:
+    mixture = replace(TINY, experts=Moe(experts=4, top_k=2, ffn=128))
+    columns, whole = (
+        memory_parts(uniform(mixture, tensor=2, copies=4, sequence_parallel=True, **division), 1, 0)
+        for division in ({"expert_parallel": 2}, {"expert_parallel": 4, "expert_tensor_parallel": 1})
+    )
+    # Halves of two of four experts, or one whole; the states of all of them are on the eight ranks in any case.
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (columns.parameters, columns.gradients, columns.optimizer)
+    # Inputs and results of two experts a token, and the probabilities of the router: each rank has those of its own tokens.
+    routed = 4096 * (2 * 2 * 64 * 2 + 4 * 4)
+    assert columns.activations - whole.activations == 8 * (routed - routed // 2)
+
+
 def test_shard_groups_divide_states_over_their_members_alone() -> None:
     # Llama 2 7B on 8 GPUs in groups of 4: as without groups on 4 GPUs.
     grouped = memory_parts(uniform("llama-2-7b", copies=8, zero_stage=3, shard_group=4), 0, 0)

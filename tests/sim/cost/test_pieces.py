@@ -181,6 +181,19 @@ def test_only_the_chosen_experts_compute_wherever_they_are() -> None:
     assert halves == pytest.approx([5, 5, 5])
 
 
+def test_tensor_ranks_with_whole_experts_compute_as_much_and_move_less() -> None:
+    model = Transformer(name="t", layers=1, hidden=8, ffn=16, heads=2, vocab=10, experts=Moe(experts=4, top_k=2, ffn=16))
+
+    def forward_s(kind: GpuKind, whole: bool) -> float:
+        degree = 4 if whole else 2  # of ranks, two of each group, in the other case with half of each expert of two
+        return layer_seconds(kind, STACK, model, 1, 8, 2, True, expert_parallel=degree, whole_experts=whole).forward_s
+
+    # As much but for the router, which sees half of the tokens, of 8 x 2 x 8 x 4 FLOP for all.
+    assert forward_s(kind(), False) - forward_s(kind(), True) == pytest.approx(8 * 2 * 8 * 4 / 2)
+    # 8 tokens x (3 x 2 + 1) x 8 elements of 2 bytes go to experts and back; here half of them.
+    assert forward_s(kind(NEVER, 1.0), False) - forward_s(kind(NEVER, 1.0), True) == pytest.approx(8 * 7 * 8 * 2 / 2)
+
+
 def test_below_16_bits_only_the_matmuls_of_the_layers_are_faster() -> None:
     both = GpuKind("toy", 2**40, {"bf16": 1.0, "fp8": 2.0}, NEVER, None, 0.0, 1.0, None, IDEAL)
     assert layer_seconds(both, STACK, TINY, 1, 4, precision="fp8").forward_s == pytest.approx(5120 / 2 + ATTENTION)

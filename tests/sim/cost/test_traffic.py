@@ -695,6 +695,39 @@ def test_experts_of_every_token_are_summed_as_a_dense_mlp_beside_the_others() ->
     assert counts[1] == {("all_gather", "tensor"): 4, ("reduce_scatter", "tensor"): 4, **routed}
 
 
+WHOLE = {"model": MIXTURE, "expert_tensor_parallel": 1, "sequence_parallel": True}
+
+
+def test_tensor_ranks_with_whole_experts_send_their_own_tokens_and_gather_none() -> None:
+    of_stream = 2 * TOKENS * HIDDEN * 2  # of two layers without embedding and head; 2 bytes
+    for degree, elsewhere, crossing in ((2, 1 / 2, 0), (4, 3 / 4, 1 / 2)):
+        given, cluster = plan(["n0/0 n0/1"], ["n1/0 n1/1"], **WHOLE, expert_parallel=degree), world(2, 2)  # type: ignore[arg-type]
+        cost, lane = ComputeCost(given, cluster), compile_plan(given).lanes[0]
+        network = Network(cluster)
+        found = {(one.kind, one.group): one for one in cost.collectives(lane, Forward(0, (1, 3)))}
+        assert {key: one.count for key, one in found.items()} == {
+            ("all_gather", "tensor"): 2,
+            ("reduce_scatter", "tensor"): 2,
+            ("all_to_all", "expert"): 4,
+        }
+        # There and back, of two ranks half of the tokens each, and 2 experts a token.
+        told = work(network, ComputeCost(given, cluster, stack=Stack("hides", tensor_overlap=1.0)), lane, Forward(0, (1, 3)))
+        assert told.after.num_bytes == pytest.approx(2 * 2 * of_stream * elsewhere)
+        loads = {network.links[link].name: num_bytes for link, num_bytes in told.after.loads}
+        out = sum(num_bytes for name, num_bytes in loads.items() if name.endswith(">fabric"))
+        assert out == pytest.approx(2 * 2 * of_stream * crossing)
+
+
+def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same_ones() -> None:
+    parts = layer_parameter_parts(MIXTURE)
+    dense, experts = LAYERS * (parts.total - parts.experts), LAYERS * parts.experts
+    # Two copies of everything but, where the ranks of both share them, of experts: a ring of two sends each byte once.
+    for degree, copies in ((2, 2), (4, 1)):
+        given, cluster = plan(["n0/0 n0/1"], ["n1/0 n1/1"], **WHOLE, expert_parallel=degree), world(2, 2)  # type: ignore[arg-type]
+        found = exchange(Network(cluster), given, ReduceGradients((0, LAYERS)), compile_plan(given).lanes)
+        assert found.num_bytes == pytest.approx(4 * 2 * (dense + experts * (copies - 1)))
+
+
 def test_lanes_that_share_experts_take_what_their_own_tokens_take_alone() -> None:
     # All four send at once, each over its own card: 3 of 4 parts out, and as much in.
     given, cluster = plan(*COPIES, model=MIXTURE, expert_parallel=4, micro_batches=1), world(4)
@@ -729,8 +762,15 @@ def test_gradients_of_experts_are_summed_over_those_that_hold_the_same_ones() ->
     [
         (plan(*COPIES, expert_parallel=2), "divides the experts evenly, but small has none, and it is 2"),
         (plan(*COPIES, model=MIXTURE, expert_parallel=3), "divides the experts evenly, but mixture has 4, and it is 3"),
-        (plan(*COPIES[:3], model=MIXTURE, expert_parallel=2), "a multiple of it, but stage 0 has 3 of 1 devices"),
+        (
+            plan(*COPIES[:3], model=MIXTURE, expert_parallel=2),
+            "over 2 of the copies of a stage, .* but stage 0 has 3 of 1 tensor ranks",
+        ),
         (plan(["n0/0"], ["n1/0", "n2/0"], model=MIXTURE, expert_parallel=2), "needs pipelines of equal cuts, degrees and"),
+        (
+            plan(["n0/0 n0/1"], ["n1/0 n1/1"], ["n2/0 n2/1"], **WHOLE, expert_parallel=4),  # type: ignore[arg-type]
+            "over 2 of the copies of a stage, .* but stage 0 has 3 of 2 tensor ranks",
+        ),
         (plan(*COPIES, model=MIXTURE, expert_parallel=2, shard_group=2), "takes shard_group null, but got 2"),
     ],
 )

@@ -136,6 +136,8 @@ def test_a_written_plan_is_read_as_the_same_plan(world: tuple[Cluster, Plan], da
         optional["expert_parallel"] = st.integers(1, 2)
     further = data.draw(st.fixed_dictionaries({}, optional=optional))
     plan = replace(plan, **further)  # type: ignore[arg-type]
+    if all(len(replica.devices) == plan.context_parallel for _, _, _, replica in plan.replicas()):
+        plan = replace(plan, expert_tensor_parallel=data.draw(st.sampled_from((None, 1))))
     assert parse_plan(plan.to_json()) == plan
     assert parse_plan(plan.to_json()).to_json() == plan.to_json()
 
@@ -362,7 +364,7 @@ def test_a_model_must_be_known() -> None:
         ({"sequence_parallel": "no"}, "sequence_parallel: expected true or false, but got 'no'"),
         ({"sequence_length": 0}, "sequence_length: expected a whole number of at least 1, but got 0"),
         ({"global_batch": 6.0}, "global_batch: expected a whole number of at least 1, but got 6.0"),
-        ({"shard_group": 0}, "shard_group: expected a whole number of at least 1, but got 0"),
+        ({"shard_group": 0}, "shard_group: expected a whole number of at least 1, or null, but got 0"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, sgd, but got 'lion'"),
         ({"cluster": ""}, "cluster: expected a text of one line, but got ''"),
         ({"pipelines": []}, "pipelines: expected a list of at least 1 entries, but got []"),
@@ -481,6 +483,19 @@ def test_a_bad_pipeline_is_told_with_its_place() -> None:
         (
             {"sequence_slices": 4, "expert_parallel": 2},
             "sequence_slices 4 goes with expert_parallel 1, but it is 2; accepted: sequence_slices 1",
+        ),
+        (
+            {"expert_parallel": 2, "expert_tensor_parallel": 2},
+            "expert_tensor_parallel is 1 (whole experts on each tensor rank) or null (as all else), but got 2",
+        ),
+        (
+            {"expert_parallel": 2, "expert_tensor_parallel": 1},
+            "expert_tensor_parallel 1 needs sequence_parallel true, for each tensor rank sends its own tokens to their experts",
+        ),
+        (
+            {"expert_parallel": 3, "expert_tensor_parallel": 1, "sequence_parallel": True},
+            "expert_tensor_parallel 1 needs an expert_parallel that all tensor-parallel degrees divide, but it is 3, and there "
+            "are stages of 2 tensor ranks",
         ),
         ({"precision": "int4"}, "precision is one of fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4, but got 'int4'"),
     ],
