@@ -380,7 +380,8 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
         changed = [_with_constants(task.stack, common)]
         for variant in task.variants:
             apart = {p.name: min(max(common[p.name] * next(values), p.least), p.most) for p in own}
-            changed.append(_with_constants(variant, common | apart))
+            # What a variant has none of stays so: of routing it may say nothing, where that of the stack is known.
+            changed.append(_with_constants(variant, {name: v for name, v in (common | apart).items() if getattr(variant, name)}))
         factors = zip(free.values(), values, strict=True)
         return changed, {record: with_factor(begun, factor) for (record, begun), factor in factors}
 

@@ -313,9 +313,14 @@ class _Row:
         )
 
     def _expert_tensor_parallel(self) -> int | None:
-        """1 where tensor ranks have whole experts: as is assumed, or as a row says that divides them over more than all copies."""
+        """1 where tensor ranks have whole experts: as is assumed, or as a row says that divides them over more than its copies.
+
+        Those that are not divided are as all else, and so are those of more tensor ranks than they are divided over.
+        """
         divided = self.run.ep or 1
-        return 1 if divided > self.dp * self.cp else self.assumption.expert_tensor_parallel if divided > 1 else None
+        if divided > self.dp * self.cp:
+            return 1
+        return self.assumption.expert_tensor_parallel if divided > 1 and divided % self.tp == 0 else None
 
     def _zero(self) -> tuple[int, int | None]:
         """The ZeRO stage, and how many devices share its shards (None: all replicas)."""

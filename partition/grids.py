@@ -224,7 +224,7 @@ class Grids:
         whole = settings.expert_tensor_parallel is not None
         sharing = [groups[0] for groups in grid.pipelines[: settings.expert_copies(len(first))]]
         holders = tuple([device for group in sharing for device in (group if whole else group[:1])])
-        seconds = 4 * self._pricing.all_to_all_s(holders, stream_bytes * model.experts.top_k / len(first))
+        seconds = 4 * self._pricing.dispatch_s(holders, stream_bytes * model.experts.top_k / len(first), model.experts)
         if len(first) > 1:
             seconds += self._pricing.routed_s(first, stream_bytes, model.experts, whole)
         return layers * seconds

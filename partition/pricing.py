@@ -30,9 +30,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from partition.drafts import Draft, Settings, stage, updated_parameters
-from sim.cost.collectives import across_lanes, between_lanes, collective, ring_exchange
+from sim.cost.collectives import across_lanes, between_lanes, collective, dispatch, ring_exchange
 from sim.cost.compute import ComputeCost, Inside, TensorCollective, host_step_s
-from sim.cost.network import Network
+from sim.cost.network import Network, Transfer, scaled
 from sim.cost.traffic import ring_steps_s
 from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import (
@@ -195,6 +195,7 @@ class Pricing:
         self._computation: dict[object, tuple[tuple[float, ...], tuple[tuple[TensorCollective, ...], ...]]] = {}
         self._stages: dict[object, StageSeconds] = {}
         self._alike: dict[StageSeconds, StageSeconds] = {}
+        self._dispatches: dict[Devices, Transfer] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
         self._messages_alike: dict[object, Message] = {}
@@ -301,9 +302,13 @@ class Pricing:
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
         return found
 
-    def all_to_all_s(self, devices: Devices, num_bytes: float) -> float:
-        """Seconds of an all-to-all among devices of which each has so many bytes, alone on their links."""
-        return self._collective_s(TensorCollective("all_to_all", num_bytes, 1, "expert"), devices)
+    def dispatch_s(self, devices: Devices, num_bytes: float, experts: Moe) -> float:
+        """Seconds in which tokens go to their experts on devices of which each has so many bytes, alone on their links."""
+        transfer = self._dispatches.get(devices)
+        if transfer is None:
+            groups = [(device, devices) for device in devices]
+            transfer = self._dispatches[devices] = dispatch(self.network, groups, experts, self.cluster.stack.node_dispatch)
+        return self.network.alone_s(scaled(transfer, num_bytes))
 
     def routed_s(self, devices: Devices, stream_bytes: float, experts: Moe, whole: bool = False) -> float:
         """Seconds by which the collectives of tensor ranks take longer in both passes of a layer whose experts are divided.

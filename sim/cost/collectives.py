@@ -12,7 +12,7 @@ of full bandwidth, and that of low latency, which sends a flag with every word o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from typing import TypeAlias
 from sim.cost.network import NOTHING, Network, Path, Transfer, at_once, scaled, together
 from sim.spec.cluster import Node
 from sim.spec.gpu import fold
+from sim.spec.transformer import Moe
 
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How often a ring collective goes round: each time every link carries (n-1)/n of the tensor in n-1 steps.
@@ -336,6 +337,48 @@ _ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "reduce_scatter": (_ring,),
     "all_to_all": (_pairs,),
 }
+
+
+# --- Tokens and their experts ----------------------------------------------------------------------------------------
+
+
+def dispatch(network: Network, groups: Iterable[tuple[str, Sequence[str]]], experts: Moe, once_a_node: bool = False) -> Transfer:
+    """What devices send, all at once, in an all-to-all among those that hold a layer's experts, of one byte each.
+
+    A device is given with its group, in which each has as many of the experts, itself among them; its byte is that of its tokens,
+    once for each of their experts, which are as likely to be any. Either each copy goes its own way, or, `once_a_node`, a token
+    goes to each node that has experts of it once, to the GPU of the sender's number there, which sends it on, once to each GPU
+    that has some (DeepEP: DeepSeek-AI, 2024, arXiv:2412.19437, section 3.2.2).
+    """
+    fabric, most, sent = network.cluster.fabric, 0, list[tuple[str, str, float]]()
+    for device, group in groups:
+        most = max(most, len(group))
+        if once_a_node:
+            sent += _sent_once(network, device, group, experts)
+        else:
+            sent += [(device, other, 1 / len(group)) for other in group]
+    found = network.transfer(sent)
+    return replace(found, latency_s=fabric.start_s + found.latency_s + (most - 1) * fabric.step_s)
+
+
+def _sent_once(network: Network, device: str, group: Sequence[str], experts: Moe) -> Iterator[tuple[str, str, float]]:
+    """The messages of a device whose tokens go to each node once; of those to other nodes also what is sent on there."""
+
+    def share(holders: int) -> float:
+        """Of a byte the part that goes to so many of the group together: of a token one copy, if any of its experts is there."""
+        others = experts.experts - holders * experts.experts // len(group)
+        return (1 - math.comb(others, experts.top_k) / math.comb(experts.experts, experts.top_k)) / experts.top_k
+
+    nodes: dict[str, list[str]] = {}
+    for other in group:
+        nodes.setdefault(network.cluster.device(other).node.name, []).append(other)
+    own = network.cluster.device(device).node.name
+    number = nodes[own].index(device)
+    for node, there in nodes.items():
+        first = device if node == own else there[number % len(there)]
+        if node != own:
+            yield device, first, share(len(there))
+        yield from ((first, other, share(1)) for other in there if other != first)
 
 
 def _by_node(network: Network, devices: Sequence[str]) -> list[list[str]]:

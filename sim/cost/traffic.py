@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain
 from typing import TypeAlias
 
-from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, ring_exchange
+from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, dispatch, ring_exchange
 from sim.cost.compute import INNER_GROUPS, ComputeCost, Inside, TensorCollective, busy_s
 from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
 from sim.spec.cluster import Cluster
@@ -273,21 +273,21 @@ def _dispatch(network: Network, cost: ComputeCost, lane: Lane) -> Transfer:
 
     All lanes of the group do the same at the same time, so that their parts together are the whole.
     """
-    degree, fabric = cost.plan.expert_parallel, network.cluster.fabric
-    sharing, whole = cost.expert_groups(lane.stage), cost.plan.whole_experts
-    # Those with whose experts a device has to do, others of its own group only where each has whole ones.
-    reached = [(group, tuple(sharing[group])) for group in lane.tensor_groups]
-    key = ("dispatch", whole, tuple(reached))
+    sharing, plan, once = cost.expert_groups(lane.stage), cost.plan, cost.stack.node_dispatch
+    assert plan.transformer.experts is not None
+    # Those with whose experts a device has to do: of other tensor-parallel groups, unless ranks have whole ones, its like.
+    groups = tuple(
+        (
+            device,
+            tuple([other for there in sharing[group] for other in (there if plan.whole_experts else there[index : index + 1])]),
+        )
+        for group in lane.tensor_groups
+        for index, device in enumerate(group)
+    )
+    key = ("dispatch", once, groups)
     unit = network.unit_transfers.get(key)
     if unit is None:
-        sent = network.transfer(
-            (here, there, 1 / degree)
-            for group, others in reached
-            for other in others
-            for here, there in (product(group, other) if whole else zip(group, other, strict=True))
-        )
-        latency_s = fabric.start_s + sent.latency_s + (degree - 1) * fabric.step_s
-        unit = network.unit_transfers[key] = replace(sent, latency_s=latency_s)
+        unit = network.unit_transfers[key] = dispatch(network, groups, plan.transformer.experts, once)
     return unit
 
 

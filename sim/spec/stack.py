@@ -62,6 +62,9 @@ class Stack:
     """On clusters of so many nodes or more all messages keep them; 0: no cluster has so many."""
     message_lane_nodes: float = 0.0
     """On any cluster the messages to and from lanes on so many nodes or more keep them; 0: no lane has so many."""
+    node_dispatch: bool = False
+    """Whether it sends a token once to each node, and there once to each GPU, that has some of its experts, as DeepEP does; else
+    once for each of them."""
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     node_collective_scale: float = 1.0

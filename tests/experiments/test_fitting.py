@@ -232,19 +232,19 @@ def test_runs_that_cannot_be_fitted_on_are_not_said_to_have_been(monkeypatch: py
 
 def test_a_variant_has_kernels_of_its_own_and_all_else_in_common() -> None:
     true = replace(USUAL, matmul_scale=0.75, step_s=40e-3)
-    other = replace(true, matmul_scale=0.55)
+    other = replace(true, matmul_scale=0.55, step_s=0.0)
     rows = timed(true)
     # By their framework rows are of a stack; those of this one are the variant's here.
     framed = [replace(run(*shape, A100), id=f"nanotron-{shape}", framework="nanotron") for shape in SHAPES]
     framed = [replace(row, iter_time_s=estimate(row).iteration_s(stack=other)) for row in framed]
-    variant = replace(USUAL, name="nanotron", variant_of="usual")
+    variant = replace(USUAL, name="nanotron", variant_of="usual", step_s=0.0)  # what it has none of stays so
     found = fit_stack(Task(USUAL, (*rows, *framed), (), Constants(), variants=(variant,)))
     (own,) = found.variants
     assert own.matmul_scale == pytest.approx(0.55, rel=0.04)
     assert found.stack.matmul_scale == pytest.approx(0.75, rel=0.04)
     assert found.stack.step_s == pytest.approx(40e-3, rel=0.04)
     kernels = {name: getattr(own, name) for name in fitting.OF_KERNELS}
-    assert own == replace(found.stack, name="nanotron", variant_of="usual", source=own.source, **kernels)
+    assert own == replace(found.stack, name="nanotron", variant_of="usual", source=own.source, step_s=0.0, **kernels)
     assert found.timed == len(rows) + len(framed) and found.time_error < 0.02
     assert found.stack.source.startswith(f"fitted with its variants on times of {len(rows)} runs, met within ")
     assert own.source.startswith(f"fitted with usual on times of {len(framed)} runs, met within ")

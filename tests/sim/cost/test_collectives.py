@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.collectives import _two_trees, across_lanes, between_lanes, collective, ring, ring_exchange, slices
+from sim.cost.collectives import _two_trees, across_lanes, between_lanes, collective, dispatch, ring, ring_exchange, slices
 from sim.cost.network import NOTHING, Network, Transfer
 from sim.spec.cluster import PROTOCOLS, BandwidthMatrix, Cluster, Fabric, Intra, LinkOverride, Nic, Node, links
 from sim.spec.gpu import gpu_kind
+from sim.spec.transformer import Moe
 
 LOSSLESS = tuple((protocol, 1.0) for protocol in PROTOCOLS)
 NVLINK = Intra("nvlink", 300e9, latency_s=3e-6)
@@ -338,6 +339,25 @@ def test_an_all_to_all_sends_every_other_device_its_part_at_once() -> None:
     assert {name: num_bytes for name, num_bytes in found.items() if name in expected} == pytest.approx(expected)
     assert transfer.num_bytes == pytest.approx(3 * 4 * 300)
     assert transfer.latency_s == pytest.approx(3 * (START_S + ACROSS_S + 3 * ACROSS_STEP_S))
+
+
+def test_tokens_go_to_their_experts_once_each_or_once_a_node() -> None:
+    """Against all choices that a token may make, message by message."""
+    found, group, experts = network(2, names="ab"), ["a/0", "a/1", "b/0", "b/1"], Moe(experts=8, top_k=3, ffn=1)
+    each, once = (dispatch(found, [("a/1", group)], experts, way) for way in (False, True))
+    choices = list(itertools.combinations(range(8), 3))  # experts 2 i and 2 i + 1 are on device i
+    crossing, inside, copies = 0, 0, 0
+    for chosen in choices:
+        to_node, to_neighbour, sent_on = any(e >= 4 for e in chosen), any(e < 2 for e in chosen), any(e in (4, 5) for e in chosen)
+        crossing += to_node  # to its like there, b/1
+        inside += to_neighbour + sent_on
+        copies += sum(e not in (2, 3) for e in chosen)
+    copy = 1 / 3 / len(choices)  # of a byte of a token's three copies
+    assert once.num_bytes == pytest.approx((crossing + inside) * copy)
+    assert loads(found, once, "nic") == pytest.approx({"a/nic0>fabric": crossing * copy, "fabric>b/nic0": crossing * copy})
+    assert each.num_bytes == pytest.approx(copies * copy)
+    assert sum(loads(found, each, "a/nic0>").values()) == pytest.approx(sum(e >= 4 for c in choices for e in c) * copy)
+    assert once.latency_s == each.latency_s
 
 
 def test_keys_and_values_go_round_a_ring_in_as_many_messages_as_steps() -> None:

@@ -718,6 +718,19 @@ def test_tensor_ranks_with_whole_experts_send_their_own_tokens_and_gather_none()
         assert out == pytest.approx(2 * 2 * of_stream * crossing)
 
 
+def test_software_may_send_a_token_to_a_node_once() -> None:
+    given, cluster = plan(["n0/0 n0/1"], ["n1/0 n1/1"], **WHOLE, expert_parallel=4), world(2, 2)  # type: ignore[arg-type]
+    found = [
+        taken(given, cluster, Forward(0, (1, 3)), stack=Stack("s", tensor_overlap=1.0, node_dispatch=way))
+        for way in (False, True)
+    ]
+    of_stream = 2 * TOKENS * HIDDEN * 2  # of two layers; 2 bytes; all tokens of both ranks together
+    # Of two of four experts, one a rank, a given one is chosen in 1 of 2 cases, and one of two in 5 of 6: a token goes to the
+    # rank beside its own, to the other node, and from its first rank there to the second.
+    assert found[0].after.num_bytes == pytest.approx(2 * of_stream * 2 * 3 / 4)
+    assert found[1].after.num_bytes == pytest.approx(2 * of_stream * (1 / 2 + 5 / 6 + 1 / 2))
+
+
 def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same_ones() -> None:
     parts = layer_parameter_parts(MIXTURE)
     dense, experts = LAYERS * (parts.total - parts.experts), LAYERS * parts.experts
