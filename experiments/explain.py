@@ -390,10 +390,7 @@ def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
         if count < 1 or moe.experts % count:
             continue
         name = f"experts {'whole, ' if each else ''}{f'over {count}' if count > 1 else 'not divided'}{was}"
-        try:
-            yield Change(EXPERTS, name, replace(plan, expert_parallel=count, expert_tensor_parallel=each), cluster)
-        except InputError as error:
-            yield Change(EXPERTS, name, plan, cluster, str(error))
+        yield Change(EXPERTS, name, replace(plan, expert_parallel=count, expert_tensor_parallel=each), cluster)
 
 
 def _twice(pipeline: Pipeline) -> Pipeline | str:

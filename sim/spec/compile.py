@@ -59,7 +59,7 @@ def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
 
 
 def _refuse_unsupported(plan: Plan) -> None:
-    if plan.expert_parallel > 1:
+    if plan.expert_parallel > 1 or plan.whole_experts:
         _check_experts(plan)
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
@@ -91,6 +91,8 @@ def _check_experts(plan: Plan) -> None:
         raise InputError(
             f"expert_parallel {degree} needs pipelines of equal cuts, degrees and in_flight, but they differ; accepted: 1"
         )
+    if plan.whole_experts:
+        _check_whole_experts(plan)
     for s, stage in enumerate(plan.pipelines[0].stages):
         degrees = {len(replica.devices) // plan.context_parallel for replica in stage.replicas}
         copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
@@ -102,6 +104,21 @@ def _check_experts(plan: Plan) -> None:
             )
     if plan.shard_group is not None:
         raise InputError(f"expert_parallel {degree} takes shard_group null, but got {plan.shard_group}")
+
+
+def _check_whole_experts(plan: Plan) -> None:
+    """Raises InputError where tensor ranks cannot have whole experts."""
+    degrees = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
+    if max(degrees) > 1 and not plan.sequence_parallel:
+        raise InputError(
+            "expert_tensor_parallel 1 needs sequence_parallel true, for each tensor rank sends its own tokens to their experts"
+        )
+    unfit = sorted(degree for degree in degrees if plan.expert_parallel % degree)
+    if unfit:
+        raise InputError(
+            f"expert_tensor_parallel 1 needs an expert_parallel that all tensor-parallel degrees divide, but it is "
+            f"{plan.expert_parallel}, and there are stages of {', '.join(map(str, unfit))} tensor ranks"
+        )
 
 
 def _check_shard_group(plan: Plan, lanes: list[Lane]) -> None:

@@ -272,6 +272,11 @@ def _check(plan: Plan) -> None:
         if getattr(plan, name) not in accepted:
             raise InputError(f"{name} is one of {', '.join(map(str, accepted))}, but got {getattr(plan, name)!r}")
     _check_slices(plan)
+    if plan.expert_tensor_parallel not in (None, 1):
+        raise InputError(
+            f"expert_tensor_parallel is 1 (whole experts on each tensor rank) or null (as all else), but got "
+            f"{plan.expert_tensor_parallel}"
+        )
     layers = plan.transformer.layers
     terms = [f"{p.micro_batch} x {p.micro_batches}" for p in plan.pipelines]
     total = sum(pipeline.sequences for pipeline in plan.pipelines)
@@ -321,7 +326,6 @@ def _check(plan: Plan) -> None:
                         f"{where}: the devices of a replica must divide by context_parallel {plan.context_parallel}, "
                         f"but there are {len(replica.devices)}"
                     )
-    _check_whole_experts(plan)
     plan.job()  # which checks the sizes, against the model's positions too
 
 
@@ -370,28 +374,6 @@ def _check_slices(plan: Plan) -> None:
                 f"sequence_slices {slices} goes with {name} {', '.join(map(str, accepted_values))}, but it is {value}; "
                 "accepted: sequence_slices 1"
             )
-
-
-def _check_whole_experts(plan: Plan) -> None:
-    """Raises InputError where tensor ranks cannot have whole experts as the plan says."""
-    value = plan.expert_tensor_parallel
-    if value is None:
-        return
-    if value != 1:
-        raise InputError(
-            f"expert_tensor_parallel is 1 (whole experts on each tensor rank) or null (as all else), but got {value}"
-        )
-    degrees = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
-    if max(degrees) > 1 and not plan.sequence_parallel:
-        raise InputError(
-            "expert_tensor_parallel 1 needs sequence_parallel true, for each tensor rank sends its own tokens to their experts"
-        )
-    unfit = sorted(degree for degree in degrees if plan.expert_parallel % degree)
-    if unfit:
-        raise InputError(
-            f"expert_tensor_parallel 1 needs an expert_parallel that all tensor-parallel degrees divide, but it is "
-            f"{plan.expert_parallel}, and there are stages of {', '.join(map(str, unfit))} tensor ranks"
-        )
 
 
 def _check_in_flight(schedule: str, pipeline: Pipeline, p: int) -> None:

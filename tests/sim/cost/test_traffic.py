@@ -784,6 +784,15 @@ def test_gradients_of_experts_are_summed_over_those_that_hold_the_same_ones() ->
             plan(["n0/0 n0/1"], ["n1/0 n1/1"], ["n2/0 n2/1"], **WHOLE, expert_parallel=4),  # type: ignore[arg-type]
             "over 2 of the copies of a stage, .* but stage 0 has 3 of 2 tensor ranks",
         ),
+        (
+            plan(["n0/0 n0/1"], ["n1/0 n1/1"], **{**WHOLE, "sequence_parallel": False}, expert_parallel=4),  # type: ignore[arg-type]
+            "expert_tensor_parallel 1 needs sequence_parallel true",
+        ),
+        (
+            plan(["n0/0 n0/1"], ["n1/0 n1/1"], **WHOLE),  # type: ignore[arg-type]
+            "all tensor-parallel degrees divide, but it is 1, and there are stages of 2 tensor ranks",
+        ),
+        (plan(*COPIES, expert_tensor_parallel=1), "divides the experts evenly, but small has none, and it is 1"),
         (plan(*COPIES, model=MIXTURE, expert_parallel=2, shard_group=2), "takes shard_group null, but got 2"),
     ],
 )
