@@ -14,7 +14,7 @@ from sim.spec.compile import holders, lanes_of
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 
 DEGREES = (1, 2, 4)
 """Tensor-parallel degrees: they divide the heads, the widths and the vocabulary of every model here."""
@@ -68,6 +68,15 @@ def models(draw: DrawFn) -> Transformer:
         vocab=draw(st.sampled_from((96, 4096))),
         tied_embeddings=draw(st.booleans()),
     )
+
+
+@st.composite
+def mixtures(draw: DrawFn) -> Transformer:
+    """Transformers with a mixture of experts in the place of their MLPs."""
+    dense = draw(models())
+    shared = draw(st.integers(0, 1))
+    experts = Moe(draw(st.sampled_from((2, 4, 8))), draw(st.integers(1, 2)), dense.hidden, shared, 64 * shared)
+    return replace(dense, experts=experts)
 
 
 @st.composite
@@ -140,6 +149,52 @@ def plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
     return replace(made, shard_group=draw(st.sampled_from(_shard_groups(made)))) if zero_stage else made
 
 
+@st.composite
+def mixture_plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
+    """Plans of alike pipelines, whose copies may divide the experts of a model, whole ones or their columns, and sequences."""
+    names = draw(st.permutations([device.name for device in cluster.devices]))
+    tensor = draw(st.sampled_from([degree for degree in DEGREES if degree <= len(names)]))
+    context = draw(st.sampled_from([ranks for ranks in (1, 2) if tensor * ranks <= len(names)]))
+    size = tensor * context
+    depth = draw(st.integers(1, min(3, model.layers, len(names) // size)))
+    replicas = draw(st.integers(1, min(2, len(names) // (size * depth))))
+    count = draw(st.integers(1, min(4, len(names) // (size * depth * replicas))))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "split-1f1b", "eager-1f1b", "zb-1p", "zb-2p")))
+    cuts = draw(_cuts(model.layers, depth, schedule))
+    groups = iter([tuple(names[at : at + size]) for at in range(0, len(names) - size + 1, size)])
+    micro_batches = draw(st.integers(1, 4))
+    pipelines = tuple(
+        Pipeline(
+            replicas, micro_batches, tuple(Stage(tuple(Replica(next(groups), 1) for _ in range(replicas)), cut) for cut in cuts)
+        )
+        for _ in range(count)
+    )
+    assert model.experts is not None
+    copies, experts = count * replicas * context, model.experts.experts
+    divisions: list[tuple[int, int | None]] = [(1, None)]
+    for degree in range(1, experts + 1):
+        if experts % degree == 0 and copies % degree == 0:
+            divisions.append((degree, None))
+        if experts % degree == 0 and degree % tensor == 0 and copies % (degree // tensor) == 0:
+            divisions.append((degree, 1))
+    expert_parallel, expert_tensor_parallel = draw(st.sampled_from(divisions))
+    return Plan(
+        cluster=cluster.name,
+        model=model,
+        sequence_length=draw(st.sampled_from((16, 128))),
+        global_batch=sum(pipeline.sequences for pipeline in pipelines),
+        pipelines=pipelines,
+        precision=draw(st.sampled_from(("fp16", "fp32"))),
+        schedule=schedule,
+        zero_stage=draw(st.integers(0, 3)),
+        sequence_parallel=expert_tensor_parallel is not None or draw(st.booleans()),
+        context_parallel=context,
+        expert_parallel=expert_parallel,
+        expert_tensor_parallel=expert_tensor_parallel,
+        overlap_gradients=draw(st.booleans()),
+    )
+
+
 def _shard_groups(plan: Plan) -> list[int | None]:
     """All that divides the number of copies of every layer, and of both ends."""
     (lanes, _), n = lanes_of(plan), plan.transformer.layers
@@ -163,9 +218,9 @@ def worlds() -> SearchStrategy[tuple[Cluster, Plan]]:
 
     def with_plan(parts: tuple[Any, Any]) -> SearchStrategy[tuple[Cluster, Plan]]:
         cluster, model = parts
-        return st.tuples(st.just(cluster), plans(cluster, model))
+        return st.tuples(st.just(cluster), (plans if model.experts is None else mixture_plans)(cluster, model))
 
-    return st.tuples(clusters(), models()).flatmap(with_plan)
+    return st.tuples(clusters(), models() | models() | mixtures()).flatmap(with_plan)
 
 
 def _has_room(layers: int, depth: int, chunks: int) -> bool:
