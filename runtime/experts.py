@@ -6,7 +6,8 @@ learned is the same under every plan. Weights of the chosen experts are those of
 
 Shapes: T tokens of a tensor-parallel group, E experts, K those that a token is sent to, H hidden. All of it is a divided region
 of tensor parallelism: each rank has its columns of every expert, sends all tokens, and what it computes is its part of a sum.
-Where each rank has whole experts it sends its own tokens, as sequence parallelism divides them, and has all of their results.
+With sequence parallelism, where other groups have other experts, it sends its own part of the tokens; what arrives at all ranks
+of a group they gather, and what they make of it they sum. With whole experts on each of them there is nothing to be gathered.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ExpertGroup:
     order: tuple[int, ...]
     process_group: dist.ProcessGroup
     whole: bool = False
-    """Whether each tensor rank has whole experts, and sends its own tokens."""
+    """Whether each tensor rank has whole experts, and not its columns of each."""
 
 
 class _Rows(torch.autograd.Function):
@@ -62,31 +63,33 @@ def _rows(x_TH: torch.Tensor, taken: torch.Tensor, back: torch.Tensor) -> torch.
 
 
 class _Sent(torch.autograd.Function):
-    """The rows that come from the ranks of a group, as many from each as `coming` says, for those that go there."""
+    """The rows that come from the ranks of a process group, as many from each as `coming` says, for those that go there."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, going: list[int], coming: list[int], expert_group: ExpertGroup, group: TensorGroup
+        ctx: Any, x_TH: torch.Tensor, going: list[int], coming: list[int], among: dist.ProcessGroup | None, group: TensorGroup
     ) -> torch.Tensor:
-        ctx.going, ctx.coming, ctx.expert_group, ctx.group = going, coming, expert_group, group
-        return _exchanged(x_TH, going, coming, expert_group, group)
+        ctx.going, ctx.coming, ctx.among, ctx.group = going, coming, among, group
+        return _exchanged(x_TH, going, coming, among, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return _exchanged(gradients[0], ctx.coming, ctx.going, ctx.expert_group, ctx.group), None, None, None, None
+        return _exchanged(gradients[0], ctx.coming, ctx.going, ctx.among, ctx.group), None, None, None, None
 
 
-def _sent(x_TH: torch.Tensor, going: list[int], coming: list[int], expert_group: ExpertGroup, group: TensorGroup) -> torch.Tensor:
-    sent: torch.Tensor = _Sent.apply(x_TH, going, coming, expert_group, group)  # type: ignore[no-untyped-call]
+def _sent(
+    x_TH: torch.Tensor, going: list[int], coming: list[int], among: dist.ProcessGroup | None, group: TensorGroup
+) -> torch.Tensor:
+    sent: torch.Tensor = _Sent.apply(x_TH, going, coming, among, group)  # type: ignore[no-untyped-call]
     return sent
 
 
 def _exchanged(
-    x_TH: torch.Tensor, going: Sequence[int], coming: Sequence[int], expert_group: ExpertGroup, group: TensorGroup
+    x_TH: torch.Tensor, going: Sequence[int], coming: Sequence[int], among: dist.ProcessGroup | None, group: TensorGroup
 ) -> torch.Tensor:
     arriving = x_TH.new_empty(sum(coming), *x_TH.shape[1:])
     x_TH = x_TH.contiguous()
-    group.begun(lambda: all_to_all(arriving, x_TH, coming, going, expert_group.process_group)).wait()
+    group.begun(lambda: all_to_all(arriving, x_TH, coming, going, among)).wait()
     return arriving
 
 
@@ -239,7 +242,7 @@ class Experts(nn.Module):
     @eager
     def forward(self, x_SBH: torch.Tensor, again: Remade | None = None) -> torch.Tensor:
         """What the experts make of the stream's normed rows, which are `again` made of the rows themselves, if that is given."""
-        own = self.expert_group is not None and self.expert_group.whole
+        own = self.expert_group is not None and (self.expert_group.whole or self.group.scatters)
         entered_SBH = x_SBH if own and self.shared is None else enter(x_SBH, self.group)
         # What all ranks' rows together would be made of, none has.
         entered_again = again if self.group.process_group is None else None
@@ -275,23 +278,33 @@ class Experts(nn.Module):
 
     def _made(self, sent: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """What the experts make of rows that lie expert by expert: of those of other ranks there."""
-        expert_group = self.expert_group
+        expert_group, group = self.expert_group, self.group
         if expert_group is None:
             return self._each(sent, Groups(ends_E))
-        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        arriving_E = torch.empty_like(counts_E)
-        each = len(counts_E) // expert_group.degree
-        rows = [each] * expert_group.degree
-        self.group.begun(lambda: all_to_all(arriving_E, counts_E, rows, rows, expert_group.process_group)).wait()
-        coming_RE, going_RE = arriving_E.view(expert_group.degree, each), counts_E.view(expert_group.degree, each)
-        coming, going = coming_RE.sum(1).tolist(), going_RE.sum(1).tolist()
-        here = _sent(sent, going, coming, expert_group, self.group)
-        # From rank by rank, in each expert by expert, to expert by expert.
-        number = self.numbers[:each].repeat(expert_group.degree).repeat_interleave(coming_RE.flatten(), output_size=sum(coming))
+        among, each = expert_group.process_group, len(ends_E) // expert_group.degree
+        going_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(expert_group.degree, each)
+        coming_RE = _exchanged(going_RE, [1] * expert_group.degree, [1] * expert_group.degree, among, group)
+        going, coming = going_RE.sum(1).tolist(), coming_RE.sum(1).tolist()
+        here = _sent(sent, going, coming, among, group)
+        # What tensor ranks with columns of every expert got of their parts of the tokens all of them need.
+        gathers = group.scatters and not expert_group.whole
+        blocks_BE, own, sizes = coming_RE, len(here), [len(here)]
+        if gathers:
+            ranks = group.degree
+            counts = [len(coming_RE)] * ranks
+            blocks_BE = _exchanged(coming_RE.repeat(ranks, 1), counts, counts, group.process_group, group)
+            sizes = blocks_BE.view(ranks, -1).sum(1).tolist()
+            here = _sent(here.repeat(ranks, 1), [own] * ranks, sizes, group.process_group, group)
+        # From block by block, in each expert by expert, to expert by expert.
+        number = self.numbers[:each].repeat(len(blocks_BE)).repeat_interleave(blocks_BE.flatten(), output_size=sum(sizes))
         order = number.argsort(stable=True)
         back = _inverse(order)
-        made = self._each(_rows(here, order, back), Groups(coming_RE.sum(0).cumsum(0).to(torch.int32)))
-        return _sent(_rows(made, back, order), coming, going, expert_group, self.group)
+        made = self._each(_rows(here, order, back), Groups(blocks_BE.sum(0).cumsum(0).to(torch.int32)))
+        made = _rows(made, back, order)
+        if gathers:
+            made = _sent(made, sizes, [own] * len(sizes), group.process_group, group)
+            made = made.view(len(sizes), own, made.shape[-1]).sum(0)
+        return _sent(made, coming, going, among, group)
 
     def _each(self, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
         """What this rank's experts make of rows that lie expert by expert."""

@@ -180,8 +180,7 @@ class ComputeCost:
         and back, and so its gradient (Lepikhin et al., 2020, arXiv:2006.16668). With sequence parallelism each tensor rank sends
         its part of the tokens, and what arrived at all of them is gathered there, once for each expert that a token goes to, and
         kept for the weight half (Megatron Core's all-to-all dispatcher; Singh et al., 2023, arXiv:2303.06318), unless each has
-        whole experts. (In the runtime, where it has not, each sends all tokens of its group instead, and gathers nothing.)
-        Experts that every token goes to are a dense MLP.
+        whole experts. Experts that every token goes to are a dense MLP.
         """
         key = _key(lane, instruction, "collectives")
         found = self._collectives.get(key)

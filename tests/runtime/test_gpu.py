@@ -46,6 +46,7 @@ def run(plan: Plan, settings: Settings, folder: Path) -> RunResult:
         "divided experts, tensor and sequence parallel, zero 2",
         "divided experts, stages, zero 3, some held twice",
         "divided experts, zb-2p",
+        "whole experts, two groups in any order, recomputed, zero 2",
         "divided experts, context ranks, sequence parallel",
         "context, learned positions, tied, sequence parallel",
         "context, zero 3, uneven replicas, pointwise recomputed",

@@ -50,6 +50,8 @@ TOKENS = 4000
         ("unlike cuts", "context, four ranks in any order, recomputed"),
         ("divided experts, four replicas of two parts, zero 1", "experts on one device"),
         ("experts, zero 3, uneven replicas", "divided experts, stages, zero 3, some held twice"),
+        ("whole experts, some held twice, zero 3", "experts on one device"),
+        ("divided experts, tensor and sequence parallel, zero 2", "whole experts, two groups in any order, recomputed, zero 2"),
         ("shard groups of two, unlike cuts, zero 1", "zero 2, two stages, uneven replicas"),
         ("zero 3, unequal degrees, recomputed", "shard groups of one, tensor and sequence parallel, zero 2"),
     ],
