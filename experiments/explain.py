@@ -389,6 +389,7 @@ def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     for count, each in others:
         if count < 1 or moe.experts % count:
             continue
+        each = each if count > 1 else None
         name = f"experts {'whole, ' if each else ''}{f'over {count}' if count > 1 else 'not divided'}{was}"
         yield Change(EXPERTS, name, replace(plan, expert_parallel=count, expert_tensor_parallel=each), cluster)
 

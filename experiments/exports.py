@@ -675,6 +675,8 @@ def to_deepspeed(plan: Plan) -> Export:
         notes.by_hand.append(
             f"experts are divided in the model's code: deepspeed.moe.layer.MoE(..., ep_size={plan.expert_parallel})"
         )
+        if plan.whole_experts and grid.tensor > 1:
+            notes.refused.append("whole experts on each tensor rank: DeepSpeed divides experts over data-parallel ranks alone")
     _deepspeed_recompute(grid, notes)
     _, devices = _placement({"": _by_rank(grid, pipeline_fastest=False)}, notes)
     notes.by_hand.append(f"ranks in this order: {'; '.join(line.removeprefix('# ') for line in _rank_lines(devices))}")

@@ -380,8 +380,9 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
         changed = [_with_constants(task.stack, common)]
         for variant in task.variants:
             apart = {p.name: min(max(common[p.name] * next(values), p.least), p.most) for p in own}
-            # What a variant has none of stays so: of routing it may say nothing, where that of the stack is known.
-            changed.append(_with_constants(variant, {name: v for name, v in (common | apart).items() if getattr(variant, name)}))
+            # What a variant has none of, and its stack some, stays so: routing that it has fused.
+            none = {p.name for p in shared if getattr(task.stack, p.name) and not getattr(variant, p.name)}
+            changed.append(_with_constants(variant, {name: v for name, v in (common | apart).items() if name not in none}))
         factors = zip(free.values(), values, strict=True)
         return changed, {record: with_factor(begun, factor) for (record, begun), factor in factors}
 

@@ -416,10 +416,13 @@ def _lane(
     experts = (1 if model.experts is None else model.experts.experts, whole_experts)
     layers = sliced_seconds(kind, stack, job, slices, sequences, tensor, True, context, *experts)
     head = head_seconds(kind, stack, model, sequences, length // slices, tensor, True, precision, context)
-    bytes_per_s, element_bytes = stack.collective_scale * port_bytes_per_s, PRECISION_BYTES[precision]
-    summed_s = 0.0
-    if tensor > 1:  # two sums forward, and two of the gradients on the way back
-        num_bytes = 2 * boundary_bytes(model, sequences, length, element_bytes) // context
+    # In a node or across nodes, whichever is the quicker.
+    bytes_per_s = max(stack.collective_scale, stack.node_collective_scale) * port_bytes_per_s
+    element_bytes, summed_s = PRECISION_BYTES[precision], 0.0
+    if tensor > 1:
+        # Two sums forward, and two of the gradients on the way back; where all experts are whole ones, attention's alone.
+        sums = 2 - (whole_experts and model.experts is not None and not model.experts.shared_experts)
+        num_bytes = sums * boundary_bytes(model, sequences, length, element_bytes) // context
         summed_s = (1 - stack.tensor_overlap) * num_bytes / bytes_per_s
     forward_s = back_s = summed_s
     if context > 1:  # keys and values go round once forward, and on the way back once more with their gradients

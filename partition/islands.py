@@ -12,6 +12,7 @@ from sim.spec.cluster import Cluster, Node, WideAreaLink, rack_name
 from sim.spec.counts import PRECISION_BYTES, boundary_bytes, embedding_parameters, head_parameters, layer_parameter_parts
 from sim.spec.gpu import GpuKind
 from sim.spec.job import Job
+from sim.spec.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,26 @@ def _least_bytes(cluster: Cluster, job: Job) -> _LeastBytes:
     # A group across islands sums an activation at the embedding or the head, of its width, and four for each layer. Of those
     # it saves two crossings at most, by which a visit before or after them enters or leaves.
     crossing = float(boundary_bytes(model, 1, job.sequence_length, element_bytes))
-    crossing *= min(1.0, min(1.0, model.embedding_width / model.hidden) / scale)
+    crossing *= min(1.0, min(1.0, model.embedding_width / model.hidden, _left_by_whole_experts(model)) / scale)
     parts = layer_parameter_parts(model)
     each = min(summed_bytes, (summed_bytes + element_bytes) / 2) / scale
     ends = (0, 0) if model.tied_embeddings else (embedding_parameters(model), head_parameters(model))
     return _LeastBytes(crossing, (parts.total - parts.experts) * each, *(each * parameters for parameters in ends))
+
+
+def _left_by_whole_experts(model: Transformer) -> float:
+    """Crossings each way for half of a layer that a group across islands has at least, but for those that it saves.
+
+    Ranks with whole experts sum two activations for each layer, which may be saved, and send tokens to experts and back, forward
+    and backward: of t ranks with a part g of the tokens, and E experts of which a part f is there, g (1 - f) + (1 - g) f of a
+    stream, if each goes to one expert. With a rank and an expert at least on either side that is 1 / t + 1 / E - 2 / (t E) or
+    more, and t divides E.
+    """
+    if model.experts is None or model.experts.shared_experts:
+        return 1.0
+    experts = model.experts.experts
+    ranks = [tensor for tensor in range(2, experts + 1) if experts % tensor == 0 and model.heads % tensor == 0]
+    return min((1 / tensor + 1 / experts - 2 / (tensor * experts) for tensor in ranks), default=1.0)
 
 
 def _rack_bytes_per_s(cluster: Cluster, rack: Iterable[Node]) -> float:

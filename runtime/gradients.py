@@ -124,10 +124,15 @@ def slices(
     """
     pieces: list[Piece] = []
     groups = [(lane, context, group) for lane in lanes for context, group in enumerate(ranks[lane.name])]
-    names = [
-        [{parameter.name for parameter in section_parameters(plan, lane, layers, context, index)} for index in range(len(group))]
-        for lane, context, group in groups
-    ]
+    known: dict[object, set[str]] = {}
+
+    def held_names(lane: Lane, context: int, index: int) -> set[str]:
+        part = lane.embedding, expert_rank(plan, lane, context, index)
+        if part not in known:
+            known[part] = {parameter.name for parameter in section_parameters(plan, lane, layers, context, index)}
+        return known[part]
+
+    names = [[held_names(lane, context, index) for index in range(len(group))] for lane, context, group in groups]
     for parameter in sorted(plan_parameters(plan, layers), key=lambda p: (p.copied, not p.decays)):
         held: list[tuple[int, int, int, int, bool]] = []  # rank, number of its group, rows from, to, partial
         for number, (_, _, group) in enumerate(groups):

@@ -38,7 +38,7 @@ from runtime.settings import DTYPES, Settings, check_runnable
 from runtime.tensor_parallel import DeferredWeights
 from runtime.testbed import device_places, find
 from runtime.watch import TrainingFailed, Watch
-from runtime.world import Connections, World, lane_ranks
+from runtime.world import Connections, World, expert_rank, lane_ranks
 from sim.spec.counts import RECOMPUTE, model_flop
 from sim.spec.pace import read_pace
 from sim.spec.plan import LayerRange, Plan, Stage
@@ -169,8 +169,14 @@ class Trainer:
     def _first_holders(self) -> Mapping[str, Mapping[tuple[int, int], int]]:
         """By a parameter's name the rows that are in the first tensor-parallel group which holds it, each with the first rank."""
         found: dict[str, dict[tuple[int, int], int]] = {}
+        seen = set()
         for lane in self.world.program.lanes:
             for context, group in enumerate(self.world.ranks[lane.name]):
+                experts = tuple(expert_rank(self.plan, lane, context, index) for index in range(len(group)))
+                alike = lane_sections(self.plan.transformer, lane), lane.embedding, experts
+                if alike in seen:  # a group before it holds the same
+                    continue
+                seen.add(alike)
                 own: dict[str, dict[tuple[int, int], int]] = {}
                 for index, rank in enumerate(group):
                     for layers in lane_sections(self.plan.transformer, lane):

@@ -937,6 +937,10 @@ class Estimate:
         Collectives that a given stack hides, and the cluster's own does not, are not followed where transfers meet: found to be
         0.01 % at most.
         """
+        own = self.cluster.stack
+        if stack is not None and stack.node_dispatch != own.node_dispatch:  # other transfers than were laid out
+            other = replace(self.cluster, stack=replace(own, node_dispatch=stack.node_dispatch))
+            return Estimate(self.plan, other).iteration_s(kinds, stack)
         return self._answer(kinds, stack)[0]
 
     def _answer(self, kinds: Mapping[str, GpuKind] | None, stack: Stack | None) -> tuple[float, _Answer]:

@@ -599,6 +599,7 @@ class _Settings:
             plan.schedule in EAGERNESS
             and plan.zero_stage <= 1
             and plan.context_parallel == plan.expert_parallel == 1
+            and not plan.whole_experts
             and plan.shard_group is None
             and not stack.keeps_messages(len(cluster.nodes))
         )

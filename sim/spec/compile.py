@@ -59,7 +59,9 @@ def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
 
 
 def _refuse_unsupported(plan: Plan) -> None:
-    if plan.expert_parallel > 1 or plan.whole_experts:
+    if plan.whole_experts:
+        _check_whole_experts(plan)
+    if plan.expert_parallel > 1:
         _check_experts(plan)
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
@@ -91,8 +93,6 @@ def _check_experts(plan: Plan) -> None:
         raise InputError(
             f"expert_parallel {degree} needs pipelines of equal cuts, degrees and in_flight, but they differ; accepted: 1"
         )
-    if plan.whole_experts:
-        _check_whole_experts(plan)
     for s, stage in enumerate(plan.pipelines[0].stages):
         degrees = {len(replica.devices) // plan.context_parallel for replica in stage.replicas}
         copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
@@ -108,6 +108,10 @@ def _check_experts(plan: Plan) -> None:
 
 def _check_whole_experts(plan: Plan) -> None:
     """Raises InputError where tensor ranks cannot have whole experts."""
+    if plan.transformer.experts is None:
+        raise InputError(
+            f"expert_tensor_parallel 1 is of mixtures of experts, but {plan.transformer.name} is none; accepted: null"
+        )
     degrees = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
     if max(degrees) > 1 and not plan.sequence_parallel:
         raise InputError(

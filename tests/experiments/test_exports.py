@@ -24,6 +24,8 @@ from tests.experiments.conftest import Ran, World
 
 Motley = Callable[..., Ran]
 
+WHOLE_EXPERTS = {"model": "mixtral-8x7b", "expert_parallel": 4, "expert_tensor_parallel": 1, "sequence_parallel": True}
+
 
 def grid(
     pipeline: int = 2,
@@ -222,10 +224,7 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"model": "mixtral-8x7b"}, {"--num-experts", "--moe-router-topk", "--sequence-parallel"}),
         ({"precision": "fp16"}, {"--fp16"}),
         ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--moe-token-dispatcher-type"}),
-        (
-            {"model": "mixtral-8x7b", "expert_parallel": 4, "expert_tensor_parallel": 1, "sequence_parallel": True},
-            {"--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel"},
-        ),
+        (WHOLE_EXPERTS, {"--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel"}),
         ({"model": "mistral-7b"}, {"--window-size"}),
         ({"model": "qwen2.5-7b"}, {"--add-qkv-bias", "--disable-bias-linear"}),
         ({"model": "qwen3-8b"}, {"--qk-layernorm", "--disable-bias-linear"}),
@@ -406,6 +405,7 @@ def test_equal_replicas_are_data_parallel_ranks() -> None:
         ("megatron", {"schedule": "zb-v", "cuts": [[(0, 8), (24, 32)], [(8, 16), (16, 24)]]}, "folded in a V"),
         ("megatron", {"model": "mixtral-8x7b", "expert_parallel": 2, "precision": "fp16"}, "expert parallelism in fp16"),
         ("megatron", {"optimizer": "sgd", "offload_optimizer": True}, "the optimizer sgd in host memory"),
+        ("deepspeed", {"pipeline": 1, "data": 4, **WHOLE_EXPERTS}, "whole experts on each tensor rank"),
         ("torchtitan", {"data": 1, "offload_optimizer": True}, "the optimizer in host memory where nothing is divided"),
         (
             "torchtitan",

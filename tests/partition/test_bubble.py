@@ -21,7 +21,7 @@ from sim.spec.gpu import GpuKind, gpu_kind
 from sim.spec.job import Job
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
 from sim.spec.stack import Stack, stacks
-from sim.spec.transformer import Transformer
+from sim.spec.transformer import Moe, Transformer
 from tests.strategies import in_flight
 from tests.worlds import LOSSLESS, ideal_gpu
 
@@ -170,7 +170,8 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     chunks = 2 if schedule == "zb-v" else draw(st.integers(2, 3)) if schedule == "interleaved" and depth > 1 else 1
     each = draw(st.integers(1, 3))
     layers = depth * chunks * each
-    model = Transformer("piped", layers, hidden=2048, ffn=5632, heads=16, vocab=96)
+    experts = draw(st.sampled_from((None, None, Moe(8, 1, 2816), Moe(8, 2, 2816), Moe(8, 2, 2816, 1, 1024))))
+    model = Transformer("piped", layers, hidden=2048, ffn=5632, heads=16, vocab=96, experts=experts)
     gpus = depth * degree * replicas
     kind = gpu_kind(draw(st.sampled_from(("A100-80GB-SXM", "RTX4090", "RTX3090"))))
     intra = draw(st.sampled_from((Intra("nvlink", 300e9), Intra("pcie4", 24e9))))
@@ -193,7 +194,8 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
     if schedule in COUNTED_SCHEDULES:
         piped = piped.holding(draw(st.none() | in_flight(piped)))
     context, zero_stage = draw(st.sampled_from((1, degree))), draw(st.integers(0, 3))
-    sliced = schedule in SLICED_SCHEDULES and zero_stage < 2 and context == 1
+    whole = experts is not None and context < degree and draw(st.booleans())
+    sliced = schedule in SLICED_SCHEDULES and zero_stage < 2 and context == 1 and not whole
     plan = Plan(
         "node",
         model,
@@ -203,8 +205,10 @@ def pipelines(draw: DrawFn) -> tuple[Cluster, Plan]:
         schedule=schedule,
         sequence_slices=draw(st.sampled_from((1, 2, 4, 8, 16))) if sliced else 1,
         zero_stage=zero_stage,
-        sequence_parallel=draw(st.booleans()),
+        sequence_parallel=whole or draw(st.booleans()),
         context_parallel=context,
+        expert_parallel=degree // context if whole else 1,
+        expert_tensor_parallel=1 if whole else None,
         gradient_precision=draw(st.sampled_from(("fp32", "bf16"))),
         offload_optimizer=draw(st.booleans()),
         optimizer="sgd",

@@ -159,6 +159,14 @@ def test_context_experts_shard_groups_and_offloading_are_as_in_the_simulation(ch
     assert Estimate(chosen, cluster).iteration_s() == pytest.approx(simulate(chosen, cluster).iteration_s, rel=1e-3)
 
 
+def test_another_stack_may_send_tokens_otherwise() -> None:
+    cluster, model = server_cluster(2), Transformer("moe", 8, 1024, 4096, 16, 512, experts=Moe(16, 4, 1024))
+    chosen = symmetric_plan(cluster, model, 1, 1, 2, expert_parallel=16)
+    once = replace(cluster.stack, node_dispatch=True)
+    other = Estimate(chosen, replace(cluster, stack=once)).iteration_s()
+    assert Estimate(chosen, cluster).iteration_s(stack=once) == other < 0.99 * Estimate(chosen, cluster).iteration_s()
+
+
 @pytest.mark.parametrize(
     ("tensor_parallel", "context_parallel", "nics", "shard_group", "zero_stage"),
     [(1, 1, 1, 3, 2), (1, 1, 1, 3, 3), (1, 1, 1, 6, 1), (2, 1, 8, 3, 2), (2, 2, 1, 3, 2), (1, 1, 1, 8, 2)],

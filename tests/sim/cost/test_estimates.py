@@ -28,7 +28,7 @@ from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
-from sim.spec.transformer import Transformer, transformer
+from sim.spec.transformer import Moe, Transformer, transformer
 from tests.sim.cost.test_estimate import nearly, server_cluster, symmetric_plan
 from tests.strategies import in_flight, worlds
 from tests.worlds import simulate_every_lane
@@ -393,13 +393,21 @@ def test_collectives_of_lanes_in_step_share_the_links_of_their_node() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"zero_stage": 3}, {"context_parallel": 2}, {"zero_stage": 0}],
+    [
+        *({"zero_stage": 3}, {"context_parallel": 2}, {"zero_stage": 0}, {"expert_parallel": 4}),
+        {"expert_parallel": 4, "expert_tensor_parallel": 1, "sequence_parallel": True},
+    ],
     ids=str,
 )
 def test_what_it_does_not_follow_is_the_estimates(changes: dict[str, object]) -> None:
     cluster = server_cluster(2)
-    chosen = symmetric_plan(cluster, transformer("gpt3-1.3b"), 4, 2, 8, **changes)
+    dense = transformer("gpt3-1.3b")
+    model = replace(dense, name="moe", mlp_bias=False, experts=Moe(8, 2, 1024)) if "expert_parallel" in changes else dense
+    chosen = symmetric_plan(cluster, model, 2, 2, 8, **changes)
     assert Estimates(cluster, chosen.job()).iteration_s(chosen) == Estimate(chosen, cluster).iteration_s()
+    if chosen.whole_experts:
+        with pytest.raises(InputError, match=r"^expert_tensor_parallel 1 needs sequence_parallel true"):
+            Estimates(cluster, chosen.job()).iteration_s(replace(chosen, expert_parallel=1, sequence_parallel=False))
 
 
 def test_a_plan_that_cannot_run_is_told_why() -> None:
