@@ -37,10 +37,10 @@ def whole(run: Run) -> Modelled | None:
 
 
 def drawn() -> list[Run]:
-    """The runs made with a stack of which `typical` has the means, so many of each source."""
+    """The runs made with a stack of which `typical` has the means, or a variant of it, so many of each source."""
     members, sources = stack("typical").mean_of.split(", "), dict[str, list[Run]]()
     for run in read_runs(PUBLISHED):
-        if read_assumptions().of(run).stack in members and (published_speed(run) or run.peak_mem_gb) and whole(run):
+        if stack(read_assumptions().of(run).stack).family in members and (published_speed(run) or run.peak_mem_gb) and whole(run):
             sources.setdefault(run.source_key, []).append(run)
     lot = random.Random(0)
     return [run for runs in sources.values() for run in lot.sample(runs, min(MOST_RUNS, len(runs)))]
@@ -49,7 +49,7 @@ def drawn() -> list[Run]:
 def candidates(own: Stack) -> dict[str, Stack]:
     """By name what may stand for a stack: itself, the means over the others, and each of the others."""
     typical = stack("typical")
-    others = [name for name in typical.mean_of.split(", ") if name != own.name]
+    others = [name for name in typical.mean_of.split(", ") if name != own.family]
     means = mean_stack(replace(typical, mean_of=", ".join(others)), stacks())
     return {"": own, "typical": means} | {name: stack(name) for name in others}
 

@@ -211,7 +211,7 @@ def fit(
     by_stack, records = _by_stack(usable)
     failed: dict[str, list[Run]] = {}
     for row in _usable(out_of_memory, known)[0]:
-        failed.setdefault(_family(row.cluster.stack), []).append(row.run)
+        failed.setdefault(row.cluster.stack.family, []).append(row.run)
     variants = _variants(usable, anew)
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
     if not anew:  # rates that runs decided belong to the stacks that keep their values, and stay as they are shipped with them
@@ -284,17 +284,12 @@ def _by_stack(rows: Iterable[Modelled]) -> tuple[dict[str, list[Run]], dict[str,
     records: dict[str, Counter[str]] = {}
     names = {record: name for name, record in efficiencies().items()}
     for row in rows:
-        name = _family(row.cluster.stack)
+        name = row.cluster.stack.family
         by_stack.setdefault(name, []).append(row.run)
         for kind in dict.fromkeys(node.gpu for node in row.cluster.nodes):
             if kind.efficiency in names and not rates_measured(kind.efficiency):
                 records.setdefault(names[kind.efficiency], Counter())[name] += 1
     return by_stack, records
-
-
-def _family(software: Stack) -> str:
-    """The stack together with which one is fitted: that of which it is a variant, or itself."""
-    return software.variant_of or software.name
 
 
 def _variants(rows: Iterable[Modelled], anew: bool) -> dict[str, list[Stack]]:

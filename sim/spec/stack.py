@@ -95,6 +95,11 @@ class Stack:
     source: str = ""
     """What its constants were fitted on or derived from."""
 
+    @property
+    def family(self) -> str:
+        """The name of the stack that it is a variant of, or its own."""
+        return self.variant_of or self.name
+
     def keeps_messages(self, nodes: int) -> bool:
         """Whether messages on a cluster of so many nodes can keep a sender or a receiver from computing."""
         some = 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
