@@ -237,7 +237,7 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         vocab_multiple=table.integer("vocab_multiple", minimum=1),
         ffn_per_hidden=none_or(table.number, "ffn_per_hidden"),
         head_dim=none_or(table.integer, "head_dim", minimum=1),
-        kv_heads=none_or(table.integer, "kv_heads", minimum=1),
+        kv_heads=table.optional_integer("kv_heads", minimum=1),
         precision=table.choice("precision", PRECISIONS),
         recompute=table.choice("recompute", RECOMPUTE),
         selective_layers=none_or(table.number, "selective_layers", maximum=1.0),

@@ -387,7 +387,7 @@ def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
         others.append((max(1, degree // tensor), None) if whole else (degree * tensor, 1))
     was = f" (was over {degree}{', whole' if whole else ''})" if degree > 1 else ""
     for count, each in others:
-        if count < 1 or moe.experts % count:
+        if count < 1 or moe.experts % count or (each and any(count % tensor for tensor in ranks)):
             continue
         each = each if count > 1 else None
         name = f"experts {'whole, ' if each else ''}{f'over {count}' if count > 1 else 'not divided'}{was}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from sim.spec.counts import RECOMPUTE
+from sim.spec.counts import PRECISION_BYTES, RECOMPUTE
 from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.reading import InputError, nearest
 from sim.spec.transformer import Transformer, presets
@@ -262,7 +262,10 @@ def to_megatron(plan: Plan) -> Export:
         notes.refused.append("expert parallelism in fp16: Megatron-LM has it in bf16 and fp32")
     flags += _megatron_schedule(plan, grid, notes)
     flags += _megatron_states(plan, grid, notes)
-    flags += _megatron_recompute(grid, model.experts is not None, notes)
+    grouped = model.experts is not None and PRECISION_BYTES[plan.precision] <= 2
+    if grouped:  # the products of all experts in one kernel, as they are counted
+        flags.append("--moe-grouped-gemm")
+    flags += _megatron_recompute(grid, grouped, notes)
     flags += _MEGATRON_PRECISION[plan.precision]
     if plan.precision == "tf32":
         notes.by_hand.append("TF32 is switched on in torch (torch.backends.cuda.matmul.allow_tf32), not by a flag")
@@ -425,8 +428,11 @@ def _megatron_states(plan: Plan, grid: _Grid, notes: _Notes) -> list[str]:
     return flags
 
 
-def _megatron_recompute(grid: _Grid, experts: bool, notes: _Notes) -> list[str]:
-    """The flags of recomputation: one setting for all stages, that of the stage that recomputes most."""
+def _megatron_recompute(grid: _Grid, grouped: bool, notes: _Notes) -> list[str]:
+    """The flags of recomputation: one setting for all stages, that of the stage that recomputes most.
+
+    Activations can be recomputed where experts are `grouped` in one kernel, and nowhere else.
+    """
     most = max(grid.stages, key=_recomputed)
     mode, count = _recomputed(most)
     if any(_share(stage) != _share(most) for stage in grid.stages):
@@ -442,9 +448,11 @@ def _megatron_recompute(grid: _Grid, experts: bool, notes: _Notes) -> list[str]:
     if RECOMPUTE[mode] == "selective":
         return ["--recompute-granularity selective"]
     if RECOMPUTE[mode] == "pointwise":
-        if not experts:
-            notes.differs.append("pointwise recomputation of the activation: Megatron-LM has it for norms and experts alone")
-        modules = "layernorm moe_act" if experts else "layernorm"
+        if not grouped:
+            notes.differs.append(
+                "pointwise recomputation of the activation: Megatron-LM has it for norms and grouped experts (16 bits) alone"
+            )
+        modules = "layernorm moe_act" if grouped else "layernorm"
         return ["--recompute-granularity selective", f"--recompute-modules {modules}"]
     if any(stage.recompute_layers is not None and stage.recompute_rest != "none" for stage in grid.stages):
         notes.differs.append("recomputation of the other layers in part: Megatron-LM recomputes nothing of them")

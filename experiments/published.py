@@ -142,7 +142,9 @@ class _Row:
         elif re.search(_EXPERTS, run.model_name or "", re.IGNORECASE):
             raise _Refused(f"model_name {run.model_name!r}, experts whose sizes have no column")
         elif (run.ep or 1) > 1:
-            raise _Refused(f"ep {run.ep}, experts whose sizes have no column")
+            unknown = assumption.shape is not None
+            why = ", experts whose sizes have no column" if unknown else f", but {run.model_name} has no experts"
+            raise _Refused(f"ep {run.ep}{why}")
         if shape.get("position") == "learned":
             shape["max_positions"] = self._published("seq_len")
         kv_heads = run.kv_heads
@@ -315,12 +317,17 @@ class _Row:
     def _expert_tensor_parallel(self) -> int | None:
         """1 where tensor ranks have whole experts: as is assumed, or as a row says that divides them over more than its copies.
 
-        Those that are not divided are as all else, and so are those of more tensor ranks than they are divided over.
+        Those that are not divided are as all else, and so are those of more tensor ranks than they are divided over, or without
+        sequence parallelism.
         """
         divided = self.run.ep or 1
         if divided > self.dp * self.cp:
             return 1
-        return self.assumption.expert_tensor_parallel if divided > 1 and divided % self.tp == 0 else None
+        together = divided == 1 or divided % self.tp > 0 or (self.tp > 1 and self.run.sequence_parallel is False)
+        found = None if together else self.assumption.expert_tensor_parallel
+        if found is not None and self.tp > 1:
+            self._note(f"expert_tensor_parallel {found}")
+        return found
 
     def _zero(self) -> tuple[int, int | None]:
         """The ZeRO stage, and how many devices share its shards (None: all replicas)."""

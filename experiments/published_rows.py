@@ -215,7 +215,8 @@ def _cell(text: str, column: str) -> Any:
         return None
     if kind.startswith("int"):
         if not (value.is_integer() and 1 <= value < 2**53):
-            raise InputError(f"{column} is a whole number of at least 1, or empty, but got {text!r}")
+            none = "0 or empty for none" if column in _NONE_BY_ZERO else "empty"
+            raise InputError(f"{column} is a whole number of at least 1, or {none}, but got {text!r}")
         return int(value)
     if value == 0 and column == "inter_node_GBps_per_node":
         return value  # there is no network

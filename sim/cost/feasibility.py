@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from sim.cost.memory import MemoryParts, host_bytes, host_room_bytes, lane_parts, peak_bytes
 from sim.spec.cluster import Cluster
+from sim.spec.compile import check_experts
 from sim.spec.gpu import is_cpu
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
@@ -16,8 +17,10 @@ def infeasible(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The first reason why the plan cannot run on the cluster, told in one line, or None where it can.
 
     The reasons are tried in the order devices, precision, heads, batch, memory, memory of hosts. Of the devices, or hosts, whose
-    memory is short, the one that lacks the most is named.
+    memory is short, the one that lacks the most is named. Raises InputError where experts cannot be divided as the plan says, for
+    then there is no memory to be counted.
     """
+    check_experts(plan)
     return (
         _devices(plan, cluster)
         or _precision(plan, cluster)

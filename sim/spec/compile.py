@@ -59,10 +59,7 @@ def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
 
 
 def _refuse_unsupported(plan: Plan) -> None:
-    if plan.whole_experts:
-        _check_whole_experts(plan)
-    if plan.expert_parallel > 1:
-        _check_experts(plan)
+    check_experts(plan)
     for p, pipeline in enumerate(plan.pipelines):
         check_ranges(plan.schedule, pipeline, f"pipelines[{p}]")
     if plan.zero_stage >= 2:
@@ -80,8 +77,16 @@ def _refuse_unsupported(plan: Plan) -> None:
         )
 
 
-def _check_experts(plan: Plan) -> None:
-    """Raises InputError where the experts cannot be divided over replicas that are alike."""
+def check_experts(plan: Plan) -> None:
+    """Nothing. Raises InputError where experts cannot be divided as a plan says."""
+    if plan.whole_experts:
+        _check_whole_experts(plan)
+    if plan.expert_parallel > 1:
+        _check_divided_experts(plan)
+
+
+def _check_divided_experts(plan: Plan) -> None:
+    """Raises InputError where the experts cannot be divided over copies that are alike."""
     degree, moe = plan.expert_parallel, plan.transformer.experts
     if moe is None or moe.experts % degree:
         has = "none" if moe is None else moe.experts
@@ -98,9 +103,11 @@ def _check_experts(plan: Plan) -> None:
         copies = len(plan.pipelines) * len(stage.replicas) * plan.context_parallel
         needed = plan.expert_copies(max(degrees))
         if len(degrees) > 1 or copies % needed:
+            shown = f"{copies} copies of {', '.join(map(str, sorted(degrees)))} tensor ranks"
+            on_ranks = f" with whole experts on {max(degrees)} tensor ranks" if plan.whole_experts and max(degrees) > 1 else ""
             raise InputError(
-                f"expert_parallel {degree} divides the experts over {needed} of the copies of a stage, which are alike and a "
-                f"multiple of that, but stage {s} has {copies} of {', '.join(map(str, sorted(degrees)))} tensor ranks"
+                f"expert_parallel {degree}{on_ranks} needs a multiple of {needed} copies of a stage (pipelines x replicas x "
+                f"context ranks) that are alike, but stage {s} has {shown}"
             )
     if plan.shard_group is not None:
         raise InputError(f"expert_parallel {degree} takes shard_group null, but got {plan.shard_group}")

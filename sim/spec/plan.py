@@ -429,7 +429,9 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
         "sequence_parallel": table.flag("sequence_parallel", False),
         "context_parallel": table.integer("context_parallel", 1, minimum=1),
         "expert_parallel": table.integer("expert_parallel", 1, minimum=1),
-        "expert_tensor_parallel": table.optional_integer("expert_tensor_parallel"),
+        "expert_tensor_parallel": table.get(
+            "expert_tensor_parallel", _read_whole, "1 (whole experts) or null (as all else)", None
+        ),
         "sequence_slices": table.integer("sequence_slices", 1, minimum=1),
         "overlap_gradients": table.flag("overlap_gradients", True),
         "gradient_precision": table.choice("gradient_precision", GRADIENT_PRECISIONS, "fp32"),
@@ -442,6 +444,13 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
         return Plan(pipelines=tuple(micro), **values)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _read_whole(value: object) -> int | None:
+    """1, or None."""
+    if value is None or (type(value) is int and value == 1):
+        return value
+    raise ValueError
 
 
 def _read_stage(table: Table, micro_batch: int) -> Stage:

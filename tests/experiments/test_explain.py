@@ -163,11 +163,13 @@ def test_experts_are_divided_otherwise() -> None:
     told = explain(made, cluster)
     found = {effect.name: effect for effect in told.effects if effect.group == "experts"}
     assert set(found) == {f"experts {how} (was over 2)" for how in ("not divided", "over 4", "whole, over 4")}
-    assert "over 4 of the copies of a stage" in str(found["experts over 4 (was over 2)"].reason)
+    assert "needs a multiple of 4 copies of a stage" in str(found["experts over 4 (was over 2)"].reason)
     whole = replace(made, expert_parallel=4, expert_tensor_parallel=1)
     assert found["experts whole, over 4 (was over 2)"].iteration_s == simulate(whole, cluster).iteration_s
     back = {effect.name: effect for effect in explain(whole, cluster).effects if effect.group == "experts"}
     assert set(back) == {f"experts {how} (was over 4, whole)" for how in ("whole, over 2", "over 2")}
+    alone = replace(whole, expert_parallel=2)
+    assert all("over 1" not in effect.name for effect in explain(alone, cluster).effects)  # of two ranks each has one at least
     assert back["experts over 2 (was over 4, whole)"].iteration_s == told.trace.iteration_s
 
 

@@ -221,7 +221,7 @@ def test_megatron_recomputes_as_the_stage_that_does_most(
         ({"shard_group": 1}, {"--num-distributed-optimizer-instances"}),
         ({"offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"}),
         ({"zero_stage": 0, "offload_optimizer": True}, {"--optimizer-cpu-offload", "--use-distributed-optimizer"}),
-        ({"model": "mixtral-8x7b"}, {"--num-experts", "--moe-router-topk", "--sequence-parallel"}),
+        ({"model": "mixtral-8x7b"}, {"--num-experts", "--moe-router-topk", "--sequence-parallel", "--moe-grouped-gemm"}),
         ({"precision": "fp16"}, {"--fp16"}),
         ({"model": "mixtral-8x7b", "expert_parallel": 2}, {"--expert-model-parallel-size", "--moe-token-dispatcher-type"}),
         (WHOLE_EXPERTS, {"--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel"}),
@@ -234,6 +234,17 @@ def test_what_a_plan_says_has_its_flag(changes: dict[str, Any], expected: set[st
     flags = flags_of(text_of(grid(**changes), "megatron"))
     assert expected <= set(flags)
     assert ("--use-distributed-optimizer" in flags) == (changes.get("zero_stage", 1) > 0 or "offload_optimizer" in changes)
+
+
+def test_activations_of_experts_are_recomputed_where_their_products_are_one_kernel() -> None:
+    for precision, modules in (("bf16", "layernorm moe_act"), ("fp32", "layernorm")):
+        made = grid(model="mixtral-8x7b", precision=precision)
+        stages = lambda pipeline: tuple(stage.recomputing("pointwise") for stage in pipeline.stages)  # noqa: E731
+        pipelines = tuple(replace(pipeline, stages=stages(pipeline)) for pipeline in made.pipelines)
+        text = text_of(replace(made, pipelines=pipelines), "megatron")
+        (told,) = [line for line in text.splitlines() if "--recompute-modules" in line]
+        assert told.removesuffix(' "$@"').removesuffix(" \\").strip() == f"--recompute-modules {modules}"
+        assert ("--moe-grouped-gemm" in flags_of(text)) == ("moe_act" in modules)
 
 
 def test_rows_of_the_embedding_are_filled_up_as_the_model_has_them() -> None:

@@ -255,7 +255,8 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"params_b": 7.0}, "params_b 7, but what the row tells of the model makes 0.00695"),
         ({"model_name": "DBRX"}, "experts whose sizes have no column"),
         ({"model_name": "OLMoE-1B-7B"}, "model_name 'OLMoE-1B-7B', experts whose sizes have no column"),
-        ({"ep": 8}, "ep 8, experts whose sizes have no column"),
+        ({"ep": 8}, "ep 8, but Llama tiny has no experts"),
+        ({"ep": 8, "model_name": "Own model"}, "ep 8, experts whose sizes have no column"),
         ({"plan_json": "{"}, "plan_json, line 1, column 2: ends too early: Expecting property name enclosed in double quotes"),
         ({"num_gpus": 10**9}, "num_gpus 1000000000, but a cluster has at most 100,000"),
     ],
@@ -328,6 +329,19 @@ def test_experts_are_whole_where_a_row_divides_them_over_more_than_its_copies() 
     later = replace(row, source_key="dgxc", framework="NeMo (v25.05.01)", num_gpus=32, dp=8, global_batch=16)
     found = {(kind, ep): made(replace(later, gpu_type=kind, ep=ep)).plan for kind in ("H100", "GB200") for ep in (1, 8)}
     assert {key: plan.expert_tensor_parallel for key, plan in found.items() if plan.whole_experts} == {("H100", 8): 1}
+    told = made(replace(later, ep=8))
+    assert "expert_tensor_parallel 1" in told.assumed
+    # Which gives way to what the row says.
+    assert not made(replace(later, ep=8, sequence_parallel=False)).plan.whole_experts
+    assert not made(replace(later, ep=2)).plan.whole_experts
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("Llama-3-8B", 8), ("Qwen3-8B", 8), ("Mistral-7B", 8), ("Qwen3-30B-A3B", 4)])
+def test_a_family_tells_the_heads_of_keys(name: str, kv_heads: int) -> None:
+    row = replace(SMALL, model_name=name, hidden=4096, ffn_hidden=14336, heads=32, tp=2)
+    told = made(row)
+    assert told.plan.transformer.kv_heads == kv_heads and f"kv_heads {kv_heads}" in told.assumed
+    assert made(replace(row, kv_heads=16)).plan.transformer.kv_heads == 16
 
 
 def test_experts_have_their_own_width_where_the_family_says_so() -> None:
@@ -729,7 +743,7 @@ def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
         [
             ("stack: nanotron", "stack: nanotorn", "unknown software stack 'nanotorn'; did you mean nanotron?"),
             ("cuts: late", "cuts: early", "cuts: expected one of even, ends, late, nanotron, redistribute"),
-            ("vocab_multiple: 128\n  kv_heads", "vocab_multiples: 128\n  kv_heads", "vocab_multiple: is missing"),
+            ("vocab_multiple: 128\n  precision", "vocab_multiples: 128\n  precision", "vocab_multiple: is missing"),
             ("when: {framework: [nanotron]}", "when: {frame: [nanotron]}", "frame: unknown column; did you mean framework?"),
         ]
     ):

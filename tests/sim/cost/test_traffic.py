@@ -777,12 +777,12 @@ def test_gradients_of_experts_are_summed_over_those_that_hold_the_same_ones() ->
         (plan(*COPIES, model=MIXTURE, expert_parallel=3), "divides the experts evenly, but mixture has 4, and it is 3"),
         (
             plan(*COPIES[:3], model=MIXTURE, expert_parallel=2),
-            "over 2 of the copies of a stage, .* but stage 0 has 3 of 1 tensor ranks",
+            "needs a multiple of 2 copies of a stage .* but stage 0 has 3 copies of 1 tensor ranks",
         ),
         (plan(["n0/0"], ["n1/0", "n2/0"], model=MIXTURE, expert_parallel=2), "needs pipelines of equal cuts, degrees and"),
         (
             plan(["n0/0 n0/1"], ["n1/0 n1/1"], ["n2/0 n2/1"], **WHOLE, expert_parallel=4),  # type: ignore[arg-type]
-            "over 2 of the copies of a stage, .* but stage 0 has 3 of 2 tensor ranks",
+            "4 with whole experts on 2 tensor ranks needs a multiple of 2 copies .* but stage 0 has 3 copies of 2 tensor",
         ),
         (
             plan(["n0/0 n0/1"], ["n1/0 n1/1"], **{**WHOLE, "sequence_parallel": False}, expert_parallel=4),  # type: ignore[arg-type]

@@ -363,6 +363,11 @@ def test_a_model_must_be_known() -> None:
         ({"sequence_parallel": "no"}, "sequence_parallel: expected true or false, but got 'no'"),
         ({"sequence_length": 0}, "sequence_length: expected a whole number of at least 1, but got 0"),
         ({"global_batch": 6.0}, "global_batch: expected a whole number of at least 1, but got 6.0"),
+        ({"expert_tensor_parallel": 0}, "expert_tensor_parallel: expected 1 (whole experts) or null (as all else), but got 0"),
+        (
+            {"expert_tensor_parallel": True},
+            "expert_tensor_parallel: expected 1 (whole experts) or null (as all else), but got True",
+        ),
         ({"shard_group": 0}, "shard_group: expected a whole number of at least 1, or null, but got 0"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, sgd, but got 'lion'"),
         ({"cluster": ""}, "cluster: expected a text of one line, but got ''"),
