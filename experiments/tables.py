@@ -529,7 +529,8 @@ def effects_table(told: Explanation) -> Group:
         lines.append(f"{len(least)} other changes alter the iteration by {seconds(most)} at most")
     if told.left_out:
         lines.append(f"{told.left_out} more stages were not tried, which the path is shorter on")
-    refused.sort(key=lambda effect: effect.group == "recompute")  # of which there may be many
+    # Of recomputation there may be many, of experts a few that no other change is like.
+    refused.sort(key=lambda effect: {"experts": 0, "recompute": 2}.get(effect.group, 1))
     lines += [f"not possible: {effect.name}: {_refusal(effect)}" for effect in refused[:MOST_REFUSED]]
     if len(refused) > MOST_REFUSED:
         lines.append(f"not possible: {len(refused) - MOST_REFUSED} more, for such reasons")

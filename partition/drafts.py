@@ -23,7 +23,7 @@ from sim.spec.counts import (
 )
 from sim.spec.job import Job
 from sim.spec.plan import SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage, expert_copies
-from sim.spec.transformer import presets
+from sim.spec.transformer import Transformer, presets
 
 Draft: TypeAlias = tuple[Pipeline, ...]
 
@@ -82,6 +82,23 @@ class Settings:
         if not self.ahead or max(further, default=1) == 1:
             return None
         return tuple(accumulate(reversed(further), initial=1))[::-1]
+
+
+def expert_divisions(model: Transformer, copies: int, tensor_parallel: int) -> list[tuple[int, int | None]]:
+    """The degrees of expert parallelism, and of tensor parallelism of experts, that so many alike copies of a stage can have.
+
+    The first is that of experts that are not divided.
+    """
+    experts = 1 if model.experts is None else model.experts.experts
+    found: list[tuple[int, int | None]] = [(1, None)]
+    for degree in range(2, experts + 1):
+        if experts % degree:
+            continue
+        if copies % degree == 0:
+            found.append((degree, None))
+        if tensor_parallel > 1 and degree % tensor_parallel == 0 and copies % (degree // tensor_parallel) == 0:
+            found.append((degree, 1))
+    return found
 
 
 def stage(

@@ -27,12 +27,11 @@ from typing import TypeAlias
 
 from partition.assembly import Groups
 from partition.batches import Pace, divisors, split_batch
-from partition.drafts import Draft, Settings, context_degrees, make_plan, most_recomputation, recomputed, stage
+from partition.drafts import Draft, Settings, context_degrees, expert_divisions, make_plan, most_recomputation, recomputed, stage
 from partition.layers import even_split, ranges
 from partition.planners.megatron import joined, parts, shapes
 from partition.pricing import Devices, Pricing
 from sim.cost.memory import lane_parts
-from sim.cost.pieces import layer_seconds
 from sim.spec.cluster import Cluster, Node
 from sim.spec.compile import MOST_INSTRUCTIONS, instruction_estimate
 from sim.spec.counts import layer_parameter_parts
@@ -72,10 +71,7 @@ class Grids:
 
     def __init__(self, cluster: Cluster, job: Job, nodes: Sequence[Node], pricing: Pricing) -> None:
         self._cluster, self._job, self._nodes, self._pricing = cluster, job, nodes, pricing
-        experts = 1 if job.model.experts is None else job.model.experts.experts
         self._gpus = sum(node.gpus for node in nodes)
-        self._fewer: dict[object, float] = {}
-        self._expert_degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
 
     def priced(self, late: Callable[[], bool]) -> list[tuple[float, Grid]]:
         """The grids with their prices without recomputation, cheapest first; where it gets late those of the largest parts."""
@@ -121,19 +117,11 @@ class Grids:
                 if shares is None or max(shares) > most:
                     continue
                 alike = not unlike and min(shares) == max(shares)
-                divisions = self._divisions(copies, len(pipelines[0][0])) if alike and ranks == 1 else []
-                for (degree, tensor), zero_stage in product([(1, None), *divisions], ZERO_STAGES):
+                divisions = expert_divisions(job.model, copies, len(pipelines[0][0])) if alike and ranks == 1 else [(1, None)]
+                for (degree, tensor), zero_stage in product(divisions, ZERO_STAGES):
                     if degree > 1 or zero_stage > 1 or ranks > 1:
                         chosen = replace(settings, zero_stage=zero_stage, expert_parallel=degree, expert_tensor_parallel=tensor)
                         yield Grid(pipelines, tuple(shares), number, chosen)
-
-    def _divisions(self, copies: int, tensor: int) -> Iterator[tuple[int, int | None]]:
-        """The degrees of expert parallelism, and of tensor parallelism of experts, of so many copies of these tensor ranks."""
-        for degree in self._expert_degrees:
-            if degree > 1 and copies % degree == 0:
-                yield degree, None
-            if tensor > 1 and degree % tensor == 0 and copies % (degree // tensor) == 0:
-                yield degree, 1
 
     def _arranged(self, ranks: int) -> Iterator[tuple[tuple[Groups, ...], Settings, bool]]:
         """The stages of all grids of so many context ranks, what holds for them, and whether pipelines are of unlike kinds."""
@@ -172,14 +160,15 @@ class Grids:
         cuts, number = self._cuts(grid), grid.micro_batches
         last = len(cuts) - 1
         stages_s = [0.0] * len(cuts)
+        experts_s = self._pricing.experts_s([groups[0] for groups in grid.pipelines], grid.shares[0], grid.settings)
         for look, p in self._looks(grid).items():
             s, share = look[:2]
             count, devices = cuts[s][1] - cuts[s][0], grid.pipelines[p][s]
             pieces = self._pricing.stage(devices, share, grid.settings)
             seconds = pieces.forward_s(count, s == 0, s == last)
             seconds += pieces.backward_s(recomputed(count, amounts.get(look, 0)), s == 0, s == last)
-            seconds *= self._with_fewer_experts(devices[0], len(devices), share, grid.settings)
-            stages_s[s] = max(stages_s[s], seconds + self._experts_s(grid, count))
+            seconds *= self._pricing.with_fewer_experts(devices, share, grid.settings)
+            stages_s[s] = max(stages_s[s], seconds + count * experts_s)
         exchange_s = self._exchange_s(grid, cuts[0][1] - cuts[0][0])
         # The first micro-batch comes through the stages before one, and its last gradient goes back there.
         ends_s = [way_s + (number - 1) * stage_s for way_s, stage_s in zip(accumulate(stages_s), stages_s, strict=True)]
@@ -199,35 +188,6 @@ class Grids:
                 reduce_s, gather_s = self._pricing.exchange_s(members, layers * held)
                 seconds += reduce_s + (2 * gather_s if zero_stage == 3 else 0.0)
         return seconds
-
-    def _with_fewer_experts(self, device: str, tensor: int, share: int, settings: Settings) -> float:
-        """How many times as long a layer computes where a GPU holds a part of the experts."""
-        own = settings.expert_parallel, settings.expert_tensor_parallel is not None
-        if own == (1, False):
-            return 1.0
-        key = (id(self._cluster.device(device).gpu), tensor, share, own)
-        if key not in self._fewer:
-            job, kind, stack = self._job, self._cluster.device(device).gpu, self._cluster.stack
-            few, all_of_them = (
-                layer_seconds(kind, stack, job.model, share, job.sequence_length, tensor, tensor > 1, job.precision, 1, *held)
-                for held in (own, (1, False))
-            )
-            self._fewer[key] = (few.forward_s + few.backward_s) / (all_of_them.forward_s + all_of_them.backward_s)
-        return min(1.0, self._fewer[key])
-
-    def _experts_s(self, grid: Grid, layers: int) -> float:
-        """Seconds in which tokens go to their experts and back, in both passes of a micro-batch through so many layers."""
-        model, settings, first = self._job.model, grid.settings, grid.pipelines[0][0]
-        if model.experts is None or settings.expert_parallel == 1:
-            return 0.0
-        stream_bytes = self._pricing.activation_bytes(grid.shares[0])
-        whole = settings.expert_tensor_parallel is not None
-        sharing = [groups[0] for groups in grid.pipelines[: settings.expert_copies(len(first))]]
-        holders = tuple([device for group in sharing for device in (group if whole else group[:1])])
-        seconds = 4 * self._pricing.dispatch_s(holders, stream_bytes * model.experts.top_k / len(first), model.experts)
-        if len(first) > 1:
-            seconds += self._pricing.routed_s(first, stream_bytes, model.experts, whole)
-        return layers * seconds
 
     def _draft(self, grid: Grid, amounts: dict[Looks, int]) -> Draft:
         """The draft of a grid of which each stage recomputes so much."""

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,6 +33,7 @@ from partition.drafts import Draft, Settings, stage, updated_parameters
 from sim.cost.collectives import across_lanes, between_lanes, collective, dispatch, ring_exchange
 from sim.cost.compute import ComputeCost, Inside, TensorCollective, host_step_s
 from sim.cost.network import Network, Transfer, scaled
+from sim.cost.pieces import layer_seconds
 from sim.cost.traffic import ring_steps_s
 from sim.spec.cluster import Cluster, Node
 from sim.spec.counts import (
@@ -40,7 +41,7 @@ from sim.spec.counts import (
     boundary_bytes,
     embedding_parameters,
     head_parameters,
-    layer_parameters,
+    layer_parameter_parts,
 )
 from sim.spec.gpu import is_cpu
 from sim.spec.job import Job
@@ -196,6 +197,7 @@ class Pricing:
         self._stages: dict[object, StageSeconds] = {}
         self._alike: dict[StageSeconds, StageSeconds] = {}
         self._dispatches: dict[Devices, Transfer] = {}
+        self._fewer: dict[object, float] = {}
         self._collective_seconds: dict[tuple[TensorCollective, Devices], float] = {}
         self._messages: dict[object, Message] = {}
         self._messages_alike: dict[object, Message] = {}
@@ -301,6 +303,36 @@ class Pricing:
             steps_s = ring_steps_s(self.network, self.cluster.stack, (devices,), (inner,))
             found = self._collective_seconds[key] = self.network.alone_s(transfer) + steps_s
         return found
+
+    def with_fewer_experts(self, devices: Devices, sequences: int, settings: Settings) -> float:
+        """How many times as long a layer computes where a GPU holds a part of the experts."""
+        own = settings.expert_parallel, settings.expert_tensor_parallel is not None
+        if own == (1, False):
+            return 1.0
+        kind, tensor = self.cluster.device(devices[0]).gpu, len(devices)
+        key = (id(kind), tensor, sequences, own)
+        if key not in self._fewer:
+            job, stack = self.job, self.cluster.stack
+            few, all_of_them = (
+                layer_seconds(kind, stack, job.model, sequences, job.sequence_length, tensor, tensor > 1, job.precision, 1, *held)
+                for held in (own, (1, False))
+            )
+            self._fewer[key] = (few.forward_s + few.backward_s) / (all_of_them.forward_s + all_of_them.backward_s)
+        return min(1.0, self._fewer[key])
+
+    def experts_s(self, groups: Sequence[Devices], sequences: int, settings: Settings) -> float:
+        """Seconds in which tokens go to their experts and back, in both passes of a micro-batch through a layer.
+
+        `groups` are the tensor-parallel ones that hold it, in the plan's order.
+        """
+        experts, first = self.job.model.experts, groups[0]
+        if experts is None or settings.expert_parallel == 1:
+            return 0.0
+        stream_bytes, whole = self.activation_bytes(sequences), settings.expert_tensor_parallel is not None
+        sharing = groups[: settings.expert_copies(len(first))]
+        holders = tuple([device for group in sharing for device in (group if whole else group[:1])])
+        seconds = 4 * self.dispatch_s(holders, stream_bytes * experts.top_k / len(first), experts)
+        return seconds + (self.routed_s(first, stream_bytes, experts, whole) if len(first) > 1 else 0.0)
 
     def dispatch_s(self, devices: Devices, num_bytes: float, experts: Moe) -> float:
         """Seconds in which tokens go to their experts on devices of which each has so many bytes, alone on their links."""
@@ -487,11 +519,18 @@ class Pricing:
         gathering: dict[tuple[int, int], float] = {}
         loads: dict[object, float] = {}
         first_s, reduced_s = math.inf, max(done)
-        for parameters, members in self._shared(draft, last):
+        for parameters, experts, members in self._shared(draft, last):
             if len(members) < 2 or parameters == 0:
                 continue
             lanes = tuple(draft[p].stages[s].replicas[0].devices for p, s in members)
-            reduce_s, gather_s, transfer_loads = self._exchange(reduce, lanes, parameters)
+            copies = settings.expert_copies(len(lanes[0])) if experts else 1
+            if copies == 1:
+                reduce_s, gather_s, transfer_loads = self._exchange(reduce, lanes, parameters)
+            else:  # experts among those that hold the same ones, after all else
+                parts = [(lanes, parameters - experts), (lanes[::copies], experts // copies)]
+                exchanges = [self._exchange(reduce, *part) for part in parts if len(part[0]) > 1]
+                reduce_s, gather_s = sum(exchange[0] for exchange in exchanges), sum(exchange[1] for exchange in exchanges)
+                transfer_loads = tuple(chain.from_iterable(exchange[2] for exchange in exchanges))
             begin_s = max(max(free.get((p, s), 0.0), ready[p][s]) for p, s in members)
             end_s = begin_s + reduce_s
             first_s, reduced_s = min(first_s, begin_s), max(reduced_s, end_s)
@@ -605,23 +644,24 @@ class Pricing:
             nodes = []
         return _Sorts(nodes, places, {node: list(own.values()) for node, own in ways.items()}, devices)
 
-    def _shared(self, draft: Draft, last: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Parameters that several stages may hold, last layers first, with the (pipeline, stage) that hold them."""
+    def _shared(self, draft: Draft, last: Sequence[int]) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        """Parameters that several stages may hold, and those of experts among them, last layers first, with the (pipeline, stage)
+        that hold them."""
         model, n = self.job.model, self.job.model.layers
         ends = [(p, s) for p, s in enumerate(last)]
-        yield head_parameters(model), ends
+        yield head_parameters(model), 0, ends
         starts = [[part.layers[0][0] for part in pipeline.stages] for pipeline in draft]
         cuts = sorted({start for found in starts for start in found} | {n})
         at = list(last)
-        per_layer = layer_parameters(model)
+        layer = layer_parameter_parts(model)
         for start, stop in reversed(list(pairwise(cuts))):
             for p, found in enumerate(starts):
                 while found[at[p]] > start:
                     at[p] -= 1
-            yield (stop - start) * per_layer, list(enumerate(at))
+            yield (stop - start) * layer.total, (stop - start) * layer.experts, list(enumerate(at))
         begins = [(p, 0) for p in range(len(draft))]
         tied = [end for end in ends if end[1]] if model.tied_embeddings else []
-        yield embedding_parameters(model), begins + tied
+        yield embedding_parameters(model), 0, begins + tied
 
 
 def _renamed(end: Sequence[str], names: Mapping[str, str]) -> str:

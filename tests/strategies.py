@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from partition.drafts import expert_divisions
 from sim.spec.cluster import Cluster, Fabric, Intra, Nic, Node, WideAreaLink
 from sim.spec.compile import holders, lanes_of
 from sim.spec.counts import RECOMPUTE
@@ -169,14 +170,7 @@ def mixture_plans(draw: DrawFn, cluster: Cluster, model: Transformer) -> Plan:
         )
         for _ in range(count)
     )
-    assert model.experts is not None
-    copies, experts = count * replicas * context, model.experts.experts
-    divisions: list[tuple[int, int | None]] = [(1, None)]
-    for degree in range(1, experts + 1):
-        if experts % degree == 0 and copies % degree == 0:
-            divisions.append((degree, None))
-        if experts % degree == 0 and degree % tensor == 0 and copies % (degree // tensor) == 0:
-            divisions.append((degree, 1))
+    divisions = expert_divisions(model, count * replicas * context, tensor)
     expert_parallel, expert_tensor_parallel = draw(st.sampled_from(divisions))
     return Plan(
         cluster=cluster.name,

@@ -5,7 +5,7 @@ stages, every stage the same number of GPUs, layers are cut as evenly as possibl
 in the middle hold one more where they do not), and every pipeline takes the same part of the batch. Ranks follow the order of
 the cluster file with tensor parallelism fastest, then context, then data, then pipeline, as in Megatron-LM's default order, so
 that a tensor-parallel group lies inside a node and the replicas of a stage beside each other. Only long sequences are divided
-over context ranks.
+over context ranks. Experts of a mixture are divided over the replicas of a stage, or, whole ones, over all ranks of these.
 
 Tried are the whole cluster and its homogeneous parts: all GPUs of one kind, of these the nodes with as many GPUs, and of
 these the first 1, 2, 4, ... nodes. When the best grids have been judged, so are those that promise to be better interleaved:
@@ -32,6 +32,7 @@ from partition.drafts import (
     Settings,
     context_degrees,
     degrees,
+    expert_divisions,
     judge_in_order,
     reject,
     stage,
@@ -74,7 +75,7 @@ def judge_best(search: Search, fitting: Sequence[Grid]) -> None:
     priced: list[tuple[float, int, Grid]] = []
     for grid in fitting:
         search.check_budget()
-        priced.append((pricing.price_s(*grid), len(priced), grid))
+        priced.append((_price_s(pricing, *grid), len(priced), grid))
     priced.sort(key=lambda entry: entry[:2])
     judge_in_order(search, [grid for price_s, _, grid in priced if price_s <= SLACK * priced[0][0]])
     if search.best is None:
@@ -89,6 +90,17 @@ def judge_best(search: Search, fitting: Sequence[Grid]) -> None:
             if made_s < search.best[1].iteration_s:
                 further.append((made_s, len(further), made))
     judge_in_order(search, [grid for _, _, grid in sorted(further, key=lambda entry: entry[:2])])
+
+
+def _price_s(pricing: Pricing, draft: Draft, settings: Settings) -> float:
+    """Seconds of an iteration of a grid, with those in which tokens are on the way to divided experts and back."""
+    price_s, first = pricing.price_s(draft, settings), draft[0]
+    if settings.expert_parallel == 1:
+        return price_s
+    groups = [pipeline.stages[0].replicas[0].devices for pipeline in draft]
+    rounds, layers = first.micro_batches + len(first.stages) - 1, max(part.layer_count for part in first.stages)
+    price_s *= pricing.with_fewer_experts(groups[0], first.micro_batch, settings)
+    return price_s + rounds * layers * pricing.experts_s(groups, first.micro_batch, settings)
 
 
 def interleaved_grids(draft: Draft, settings: Settings) -> Iterator[Grid]:
@@ -148,11 +160,12 @@ def parts(nodes: Sequence[Node]) -> list[list[Node]]:
 
 def _grid(job: Job, pipelines: Sequence[Groups], ranks: int) -> Iterator[Grid]:
     """The grids of these groups, each of so many context ranks: every micro-batch that divides the batch, every recompute mode,
-    ZeRO 1 and 0."""
+    ZeRO 1 and 0, every division of experts."""
     data, tensor = len(pipelines), len(pipelines[0][0]) // ranks
     cuts = ranges(even_split(job.model.layers, len(pipelines[0])))
     parallel = tensor > 1 and job.sequence_length // ranks % tensor == 0
     zero_stages = ZERO_STAGES if data * ranks > 1 else ZERO_STAGES[:1]
+    divisions = expert_divisions(job.model, data, tensor) if ranks == 1 and (parallel or tensor == 1) else [(1, None)]
     for micro_batch, recompute, zero_stage in product(MICRO_BATCHES, GRANULARITIES, zero_stages):
         if job.global_batch % (data * micro_batch):
             continue
@@ -160,4 +173,14 @@ def _grid(job: Job, pipelines: Sequence[Groups], ranks: int) -> Iterator[Grid]:
         for groups in pipelines:
             stages = [stage(group, cut, micro_batch, recompute) for group, cut in zip(groups, cuts, strict=True)]
             draft.append(Pipeline(micro_batch, job.global_batch // (data * micro_batch), tuple(stages)))
-        yield tuple(draft), Settings(zero_stage=zero_stage, sequence_parallel=parallel, context_parallel=ranks)
+        for experts in divisions:
+            yield (
+                tuple(draft),
+                Settings(
+                    zero_stage=zero_stage,
+                    sequence_parallel=parallel,
+                    context_parallel=ranks,
+                    expert_parallel=experts[0],
+                    expert_tensor_parallel=experts[1],
+                ),
+            )

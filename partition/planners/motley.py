@@ -460,6 +460,8 @@ class _Hunt:
             for _, draft, settings in sorted(found, key=lambda entry: entry[0])[:SCHEDULED]:
                 for name in SPLIT_SCHEDULES if settings.zero_stage < 2 and len(draft[0].stages) > 1 else ():
                     add(math.inf, draft, settings.under(name))
+                for made in chunked(draft, settings) if settings.expert_parallel > 1 else ():
+                    add(math.inf, *made)
         whole_s = min([self.least_s, *[seconds for seconds, _, settings in found if settings.context_parallel == 1]])
         near = [
             (seconds, draft, settings)

@@ -15,6 +15,7 @@ from sim.simulation import simulation
 from sim.spec.job import Job
 from sim.spec.judge import Cost
 from sim.spec.plan import Pipeline, Plan
+from sim.spec.transformer import Moe
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
 
 
@@ -104,6 +105,37 @@ def test_no_grid_is_faster_that_divides_long_sequences() -> None:
     assert result.plan is not None and result.cost is not None
     assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
     assert min(seconds[2], seconds[4]) < 0.8 * seconds[1] and result.plan.context_parallel > 1
+
+
+def test_no_grid_is_faster_that_divides_experts() -> None:
+    mixture = replace(SMALL, name="mixture", layers=2, experts=Moe(4, 2, SMALL.ffn))
+    world, work = cluster(node("a", "A100-40GB-SXM", 4, "nvlink")), job(mixture, 2048, 8)
+    judge, names = simulation(world, work), [device.name for device in world.devices]
+    seconds: dict[tuple[int, int | None], float] = {}
+    for tensor, depth, size, mode, zero in product((1, 2, 4), (1, 2), (1, 2, 4), ("none", "selective", "full"), (0, 1)):
+        data, rest = divmod(4, tensor * depth)
+        if rest or 8 % (data * size):
+            continue
+        cuts = ranges(even_split(2, depth))
+        groups = [tuple(names[at : at + tensor]) for at in range(0, 4, tensor)]
+        draft = tuple(
+            Pipeline(size, 8 // (data * size), tuple(stage(groups[s * data + d], cut, size, mode) for s, cut in enumerate(cuts)))
+            for d in range(data)
+        )
+        for degree, whole in product((1, 2, 4), (None, 1)):
+            if data % degree if whole is None else (tensor == 1 or degree % tensor or data % (degree // tensor)):
+                continue
+            settings = Settings(
+                zero_stage=zero, sequence_parallel=tensor > 1, expert_parallel=degree, expert_tensor_parallel=whole
+            )
+            verdict = judge(make_plan(world, work, draft, settings))
+            if isinstance(verdict, Cost):
+                seconds[degree, whole] = min(seconds.get((degree, whole), math.inf), verdict.iteration_s)
+    assert len(seconds) == 5  # experts undivided, columns over two and four, whole ones over two and four
+    result = plan(world, work, "megatron", budget_s=600)
+    assert result.plan is not None and result.cost is not None
+    assert result.cost.iteration_s <= min(seconds.values()) * (1 + 1e-9)
+    assert min(seconds.values()) < 0.95 * seconds[1, None] and result.plan.expert_parallel > 1
 
 
 def found(planner_world: str = "homogeneous") -> Plan:

@@ -29,7 +29,7 @@ from sim.spec.program import INSTRUCTIONS, Instruction, dry_run, instruction_tex
 from sim.spec.reading import InputError
 from sim.spec.trace import ACTIVITIES, BACKGROUND
 from sim.spec.transformer import to_table, transformer
-from tests.runtime.test_equality import GPT, LLAMA, PLANS, assert_equal, pipeline, plan_of, reference, settings_of
+from tests.runtime.test_equality import GPT, LLAMA, PLANS, assert_equal, pipeline, plan_of, rate_of, reference, settings_of
 from tests.runtime.workers import WORKERS, Order, Workers, token_file
 
 TOKENS = 4000
@@ -253,13 +253,13 @@ def test_an_update_takes_a_gradient_chunk_by_chunk(monkeypatch: pytest.MonkeyPat
 
 def check_half(name: str, precision: str, workers: Workers, folder: Path) -> None:
     plan = dataclasses.replace(PLANS[name], precision=precision)
-    # The wider a model, the smaller: at the same rate losses of the wide one rise, and any rounding with them.
-    rate = 0.32 / plan.transformer.hidden
     data = token_file(folder, plan.transformer.vocab, TOKENS)
-    chosen = settings_of(plan, data, steps=8, learning_rate=rate)
+    chosen = settings_of(plan, data, steps=8, learning_rate=rate_of(plan.transformer))
     outcome = workers.train(Order(plan, chosen))
     losses, _ = reference(plan, chosen, torch.float32)
-    assert outcome.losses == pytest.approx(losses, abs=TOLERANCES[precision])
+    # A token between two experts, of which rounding chooses another, is as if rounded far more.
+    tolerance = TOLERANCES[precision] * (1 if plan.transformer.experts is None else 2)
+    assert outcome.losses == pytest.approx(losses, abs=tolerance)
 
 
 @pytest.mark.parametrize(
