@@ -323,8 +323,8 @@ class _Row:
         divided = self.run.ep or 1
         if divided > self.dp * self.cp:
             return 1
-        together = divided == 1 or divided % self.tp > 0 or (self.tp > 1 and self.run.sequence_parallel is False)
-        found = None if together else self.assumption.expert_tensor_parallel
+        as_all_else = divided == 1 or divided % self.tp > 0 or (self.tp > 1 and self.run.sequence_parallel is False)
+        found = None if as_all_else else self.assumption.expert_tensor_parallel
         if found is not None and self.tp > 1:
             self._note(f"expert_tensor_parallel {found}")
         return found

@@ -62,6 +62,11 @@ class Settings:
     context_parallel: int = 1
     """Of each stage's devices, which are as many tensor-parallel groups."""
 
+    @property
+    def whole_experts(self) -> bool:
+        """As of a plan: `Plan.whole_experts`."""
+        return self.expert_tensor_parallel is not None
+
     def expert_copies(self, tensor_parallel: int) -> int:
         """As of a plan: `Plan.expert_copies`."""
         return expert_copies(self.expert_parallel, self.expert_tensor_parallel, tensor_parallel)

@@ -306,7 +306,7 @@ class Pricing:
 
     def with_fewer_experts(self, devices: Devices, sequences: int, settings: Settings) -> float:
         """How many times as long a layer computes where a GPU holds a part of the experts."""
-        own = settings.expert_parallel, settings.expert_tensor_parallel is not None
+        own = settings.expert_parallel, settings.whole_experts
         if own == (1, False):
             return 1.0
         kind, tensor = self.cluster.device(devices[0]).gpu, len(devices)
@@ -328,7 +328,7 @@ class Pricing:
         experts, first = self.job.model.experts, groups[0]
         if experts is None or settings.expert_parallel == 1:
             return 0.0
-        stream_bytes, whole = self.activation_bytes(sequences), settings.expert_tensor_parallel is not None
+        stream_bytes, whole = self.activation_bytes(sequences), settings.whole_experts
         sharing = groups[: settings.expert_copies(len(first))]
         holders = tuple([device for group in sharing for device in (group if whole else group[:1])])
         seconds = 4 * self.dispatch_s(holders, stream_bytes * experts.top_k / len(first), experts)

@@ -248,9 +248,9 @@ class Experts(nn.Module):
         entered_again = again if self.group.process_group is None else None
         if own:
             y_SBH = self._routed(x_SBH, again)
-            return y_SBH if self.shared is None else y_SBH + leave(self._everyones(entered_SBH, entered_again), self.group)
+            return y_SBH if self.shared is None else y_SBH + leave(self._shared_experts(entered_SBH, entered_again), self.group)
         y_SBH = self._routed(entered_SBH, entered_again)
-        return leave(y_SBH if self.shared is None else y_SBH + self._everyones(entered_SBH, entered_again), self.group)
+        return leave(y_SBH if self.shared is None else y_SBH + self._shared_experts(entered_SBH, entered_again), self.group)
 
     def _routed(self, x_SBH: torch.Tensor, again: Remade | None) -> torch.Tensor:
         """What the experts make of these rows that the router chooses for them, weighted."""
@@ -268,7 +268,7 @@ class Experts(nn.Module):
         returned_TKH = _rows(made, back, order).view(-1, moe.top_k, x_TH.shape[-1])
         return (returned_TKH * weight_TK[..., None]).sum(1).view_as(x_SBH)
 
-    def _everyones(self, x_SBH: torch.Tensor, again: Remade | None) -> torch.Tensor:
+    def _shared_experts(self, x_SBH: torch.Tensor, again: Remade | None) -> torch.Tensor:
         """What the experts make of these rows to which every token goes."""
         assert self.shared is not None
         up, down = self.shared

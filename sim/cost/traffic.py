@@ -275,7 +275,7 @@ def _dispatch(network: Network, cost: ComputeCost, lane: Lane) -> Transfer:
     """
     sharing, plan, once = cost.expert_groups(lane.stage), cost.plan, cost.stack.node_dispatch
     assert plan.transformer.experts is not None
-    # Those with whose experts a device has to do: of other tensor-parallel groups, unless ranks have whole ones, its like.
+    # A device sends to its like in each group that has a part of the experts; where ranks have whole ones, to all of these ranks.
     groups = tuple(
         (
             device,

@@ -285,9 +285,9 @@ def layer_matmuls(
 
     Query, key and value are one product, and so are gate and up, and all experts that every token goes to are one MLP. A router
     is taken to spread the tokens evenly: each expert gets tokens x top_k x expert_parallel / experts of them, rounded up, and
-    the products of all experts are grouped, as in MegaBlocks (arXiv:2211.15841). Where experts are whole a rank sends only its
-    own part of the tokens. Not among them: the two of attention, whose
-    FLOP `layer_forward_flop` gives. In the backward pass each product becomes two of as many FLOP.
+    the products of all experts are grouped, as in MegaBlocks (arXiv:2211.15841). Where experts are whole a rank sends its own
+    part of the tokens alone. Not among them: the two of attention, whose FLOP `layer_forward_flop` gives. In the backward pass
+    each product becomes two of as many FLOP.
     """
     t = transformer
     query, keys = _attention_widths(t, tensor_parallel)
