@@ -127,6 +127,9 @@ def plans() -> dict[str, Plan]:
         "context-2-tensor-2": plan(four, 16384, 1, 2, degree=4, context_parallel=2, sequence_parallel=True),
         "experts-divided": plan(mixture, 4096, 1, 2, copies=2, expert_parallel=2),
         "experts-divided-tensor-2": plan(mixture, 4096, 1, 2, copies=2, degree=2, expert_parallel=2, sequence_parallel=True),
+        "experts-whole-tensor-2": plan(
+            mixture, 4096, 1, 2, copies=2, degree=2, expert_parallel=4, expert_tensor_parallel=1, sequence_parallel=True
+        ),
     }
 
 

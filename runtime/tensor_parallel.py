@@ -396,7 +396,7 @@ class _OwnCrossEntropySum(torch.autograd.Function):
         of_logits_TV = torch.empty_like(logits_TV)
         for rows in _row_parts(logits_TV):
             softmax = F.softmax(logits_TV[rows], -1, dtype=_wide(logits_TV))
-            softmax.scatter_add_(-1, label_T[rows, None], softmax.new_tensor(-1.0).expand(len(softmax), 1))
+            softmax.scatter_add_(-1, label_T[rows, None], softmax.new_full((1, 1), -1.0).expand(len(softmax), 1))
             torch.mul(softmax, gradients[0], out=of_logits_TV[rows])
         return of_logits_TV, None
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.model import ModelPart, attention_mask
 from runtime.parameters import Section, place_parameters
@@ -328,6 +329,31 @@ def test_outside_of_collecting_no_weight_is_put_off(batch_BS: Batch) -> None:
     part, sections = whole_model(LLAMA, weights, deferred=DeferredWeights(accumulate))
     mean_loss(part, batch_BS).backward()
     close_gradients(gradients_of(sections), weights)
+
+
+class _Asked(TorchDispatchMode):
+    """The operations that are asked for while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(function.overloadpacket))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_micro_batch_never_has_a_gpu_waited_for(name: str, recompute: str, batch_BS: Batch) -> None:
+    """Neither for a number that the host wants to know, nor for one that it gives: a copy waits for all work before it."""
+    waited_for = {"aten._local_scalar_dense", "aten.lift_fresh", "aten.nonzero", "aten.equal", "aten.masked_select"}
+    part, _ = whole_model(MODELS[name], rough_weights(MODELS[name], seed=0), recompute)
+    mean_loss(part, batch_BS).backward()  # makes the tables and masks that all micro-batches have in common
+    with _Asked() as asked:
+        mean_loss(part, batch_BS).backward()
+    assert {"aten.mm", "aten.scatter_add_"} <= asked.names
+    assert not asked.names & waited_for
 
 
 @pytest.fixture
