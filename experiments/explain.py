@@ -27,8 +27,8 @@ from sim.spec.reading import InputError
 from sim.spec.schedules import SCHEDULES
 from sim.spec.trace import Trace
 
-FASTER_LINK, FASTER_COMPUTE = 2.0, 1.1
-"""How many times as fast a class of links, or the computation of a stage or kind, is taken to be."""
+FASTER_LINK, FASTER_COMPUTE, FASTER_HOST = 2.0, 1.1, 2.0
+"""How many times as fast a class of links, the computation of a stage or kind, or the launch of a kernel is taken to be."""
 
 _FASTER = f"compute {(FASTER_COMPUTE - 1) * 100:.0f} % faster"
 
@@ -114,6 +114,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *_faster_links(plan, cluster, network),
         *faster_stages,
         *_faster_kinds(plan, cluster),
+        *_faster_hosts(plan, cluster),
         *_less_recompute(plan, cluster),
         *_other_schedules(plan, cluster),
         *_more_in_flight(plan, cluster),
@@ -239,6 +240,14 @@ def _faster_kinds(plan: Plan, cluster: Cluster) -> Iterator[Change]:
         devices.setdefault(cluster.device(name).gpu.name, []).append(name)
     for kind, names in devices.items():
         yield _computing(plan, cluster, names, f"all {len(names)} {kind} {_FASTER}")
+
+
+def _faster_hosts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """Kernels and collectives launched FASTER_HOST times as fast, where the software stack's take a host's time."""
+    own = cluster.stack
+    if own.host_s or own.tensor_host_s:
+        faster = replace(own, host_s=own.host_s / FASTER_HOST, tensor_host_s=own.tensor_host_s / FASTER_HOST)
+        yield Change(SPEED, f"hosts launch {FASTER_HOST:g} times as fast", plan, replace(cluster, stack=faster))
 
 
 def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) -> Change:

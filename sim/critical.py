@@ -23,8 +23,8 @@ from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
     BackwardInput,
-    BackwardWeight,
     Collective,
+    Compute,
     Forward,
     GatherParameters,
     Instruction,
@@ -43,11 +43,14 @@ from sim.spec.trace import ACTIVITIES, BUSY, Span, Trace
 
 COMPUTE, RECOMPUTE, HOST, LINK, LATENCY, WAITING = "compute", "recompute", "host", "link", "latency", "waiting"
 CAUSES = (COMPUTE, RECOMPUTE, HOST, LINK, LATENCY, WAITING)
-"""What a piece of the path can be: work; work that recomputation adds; messages that keep the host of a lane, where the software
-stack's block; bytes on a link; the latency of a transfer; and nothing at all, which only a measured trace has."""
+"""What a piece of the path can be: work; work that recomputation adds; a host that its GPU waits for; bytes on a link; the
+latency of a transfer; and nothing at all, which only a measured trace has."""
 
 INSIDE, MESSAGE, REDUCTION, GATHER = "collectives inside the work", "messages", "gradient reduction", "parameter gather"
-"""What is on a link."""
+"""What is on a link. Messages keep the host, too, where the software stack's block."""
+
+LAUNCHES = "launches"
+"""What a GPU waits for the host to do beside messages: to launch kernels and collectives, and what comes once for each pass."""
 
 ALONE = 1 + 1e-6
 """A transfer that takes no more than this many times its seconds alone is taken to share its links with no other."""
@@ -314,12 +317,11 @@ class _Walk:
         # Without transfers inside it is all work, also where the device was slower than its kind.
         host_s = min(whole_s, blocked_s)
         work_s = min(whole_s - host_s, taken.seconds - blocked_s) if exposed else whole_s - host_s
-        again = 0.0
-        if isinstance(instruction, (Backward, BackwardInput, BackwardWeight)) and self._cost.seconds(lane, instruction) > 0:
-            again = 1 - self._bare.seconds(lane, instruction) / self._cost.seconds(lane, instruction)
+        again, launched = self._shares(lane, instruction)
         parts = [
             (start_s + again * work_s, RECOMPUTE, name, activity),
-            (start_s + work_s, COMPUTE, name, activity),
+            (start_s + (1 - launched) * work_s, COMPUTE, name, activity),
+            (start_s + work_s, HOST, name, LAUNCHES),
             (start_s + work_s + host_s, HOST, name, MESSAGE),
         ]
         if exposed:
@@ -327,12 +329,21 @@ class _Walk:
             latency_s = min(whole_s - host_s - work_s, taken.after.latency_s)
             parts += [(end_s - latency_s, LINK, link, INSIDE), (end_s, LATENCY, link, INSIDE)]
         elif host_s == 0:
-            parts = parts[:2]
+            parts = parts[: 3 if launched else 2]
         parts[-1] = (end_s, *parts[-1][1:])  # rounding leaves no gap
         at_s = start_s
         for to_s, cause, place, what in parts:
             yield Segment(at_s, max(at_s, min(to_s, end_s)), cause, place, what, name)
             at_s = max(at_s, min(to_s, end_s))
+
+    def _shares(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[float, float]:
+        """Of an instruction's computation, the shares that recomputation adds, and of the rest those in which its host is waited
+        for."""
+        seconds = self._cost.seconds(lane, instruction)
+        if seconds == 0 or isinstance(instruction, OptimizerStep):
+            return 0.0, 0.0
+        bare = self._cost if isinstance(instruction, Forward) else self._bare
+        return 1 - bare.seconds(lane, instruction) / seconds, bare.host_waits_s(lane, instruction) / seconds
 
     def _transfers(self, span: Span, start_s: float, end_s: float) -> Iterator[Segment]:
         """The segments of a message or collective from one instant to another, in the order of time."""

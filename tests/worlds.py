@@ -105,6 +105,10 @@ class GivenCost:
             return self.weight_s * count
         return self.backward_s[lane.devices[0]] * count
 
+    def host_waits_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
+        """None of them."""
+        return 0.0
+
     def collectives(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[TensorCollective, ...]:
         """None."""
         return ()

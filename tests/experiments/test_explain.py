@@ -55,6 +55,14 @@ def test_what_is_all_computation_gains_all_that_a_kind_does() -> None:
     assert faster == pytest.approx(told.trace.iteration_s / 1.1, rel=1e-9)
 
 
+def test_faster_hosts_gain_where_they_are_waited_for() -> None:
+    alone, cluster = plan([[stage("n0/0", (0, 1))]], 2), ethernet_cluster([1], 1e9)
+    late = replace(cluster, stack=replace(cluster.stack, host_s=1.0))
+    told = explain(alone, late)
+    assert effect_of(told, "hosts launch 2 times as fast").iteration_s == pytest.approx(told.trace.iteration_s / 2, rel=1e-3)
+    assert not [effect for effect in explain(alone, cluster).effects if "hosts" in effect.name]
+
+
 def test_a_faster_stage_beside_a_slower_one_gains_next_to_nothing() -> None:
     uneven = plan([[stage("n0/0", (0, 1)), stage("n1/0", (1, 8))]], 64)
     told = explain(uneven, ethernet_cluster([1, 1], 1e15))

@@ -13,7 +13,20 @@ from hypothesis import given, settings
 import sim.critical
 import sim.prepared
 from sim.cost.compute import ComputeCost
-from sim.critical import COMPUTE, INSIDE, LATENCY, LINK, MESSAGE, RECOMPUTE, REDUCTION, WAITING, CriticalPath, critical_path
+from sim.critical import (
+    COMPUTE,
+    HOST,
+    INSIDE,
+    LATENCY,
+    LAUNCHES,
+    LINK,
+    MESSAGE,
+    RECOMPUTE,
+    REDUCTION,
+    WAITING,
+    CriticalPath,
+    critical_path,
+)
 from sim.engine import simulate
 from sim.metrics import lane_use
 from sim.spec.cluster import Cluster
@@ -177,6 +190,26 @@ def test_recomputation_is_told_apart() -> None:
     more = simulate(again, cluster).iteration_s - simulate(bare, cluster).iteration_s
     assert spent[RECOMPUTE] == pytest.approx(more, rel=1e-9) and more > 0
     assert of(bare, cluster).seconds_by_cause[RECOMPUTE] == 0
+
+
+def test_what_a_gpu_waits_for_its_host_is_told_apart() -> None:
+    # Kernels that take the GPU next to nothing: it waits for the host nearly all the time, but for the optimizer.
+    fast = ethernet_cluster([1], 1e9)
+    late = replace(fast, stack=replace(fast.stack, host_s=1.0, micro_batch_s=3.0))
+    bare = plan([[stage("n0/0", (0, 2))]], 2)
+    (pipeline,) = bare.pipelines
+    again = replace(bare, pipelines=(replace(pipeline, stages=(replace(pipeline.stages[0], recompute="full"),)),))
+    cost = ComputeCost(bare, late)
+    (lane,) = compile_plan(bare).lanes
+    kernels = sum(cost.launched(lane, kind, cost._inside(lane, (0, 2)))[1] for kind in (Forward, Backward))
+    working_s = of(bare, fast).seconds_by_cause[COMPUTE]
+    for made in (bare, again):
+        path = of(made, late)
+        shares = {share.activity: share.seconds for share in path.shares if share.cause == HOST}
+        # Two micro-batches, each with what comes once for its forward and its backward.
+        assert shares == {LAUNCHES: pytest.approx(2 * (kernels + 2 * 3.0), rel=1e-6)}
+        assert path.seconds_by_cause[COMPUTE] == pytest.approx(working_s, rel=1e-6)
+        assert path.seconds_by_cause[RECOMPUTE] == pytest.approx(simulate(made, late).iteration_s - of(bare, late).iteration_s)
 
 
 def test_a_trace_without_spans_is_refused() -> None:
