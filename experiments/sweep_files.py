@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,9 @@ from partition.search import DEFAULT_BUDGET_S, planner_named
 from sim.spec.cluster import BandwidthMatrix, Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
 from sim.spec.job import GRADIENT_PRECISIONS, Job
-from sim.spec.plan import SCHEDULES, read_plan
+from sim.spec.plan import SCHEDULES, ZERO_STAGES, read_plan
 from sim.spec.reading import InputError, Table, nearest, quantity, read_yaml
+from sim.spec.stack import stack
 from sim.spec.transformer import Transformer, model_file, presets, transformer
 
 Value = TypeVar("Value")
@@ -67,8 +68,9 @@ class _Grid:
 
     def of_planners(self) -> Iterator[Run]:
         """The searches."""
-        if "schedules" in self.table:
-            raise self.table.error("schedules", "goes with plans only: a planner chooses the schedule itself")
+        for name in ("schedules", *DIVISIONS):
+            if name in self.table:
+                raise self.table.error(name, "goes with plans only: a planner chooses that itself")
         clusters = self._clusters()
         models = self._list("models", self._model, "a preset, a Hugging Face config.json, or its folder")
         lengths = self._list("sequence_lengths", _whole(1), "a whole number of at least 1", [None])
@@ -96,22 +98,35 @@ class _Grid:
         lengths = self._list("sequence_lengths", _whole(1), "a whole number of at least 1", [None])
         precisions, of_gradients = self._precisions(None), self._gradient_precisions(None)
         schedules = self._list("schedules", _one_of("schedule", SCHEDULES), "a schedule", [None])
+        divided = self._divisions()
         judges, seeds = self._judges_and_seeds()
         self.table.close()
         # Those of one cluster and job follow one another, for a judge serves them all.
-        for (cluster, labels), length, precision, of_gradient, (name, plan), schedule, judge, seed in itertools.product(
-            clusters, lengths, precisions, of_gradients, plans, schedules, judges, seeds
+        for (cluster, labels), length, precision, of_gradient, (name, plan), schedule, division, judge, seed in itertools.product(
+            clusters, lengths, precisions, of_gradients, plans, schedules, divided, judges, seeds
         ):
             changes = {"sequence_length": length, "precision": precision, "schedule": schedule, "gradient_precision": of_gradient}
             with errors_about(self.path), errors_about(Path(name)):
-                changed = replace(plan, **{key: value for key, value in changes.items() if value is not None})
-                run = given(cluster, changed, judge, seed, (*labels, ("plan_file", name)))
+                changed = replace(plan, **{key: value for key, value in changes.items() if value is not None}, **division)
+                told = [(field, value) for field, value in division.items() if value is not None]
+                run = given(cluster, changed, judge, seed, (*labels, *told, ("plan_file", name)))
             yield run
 
+    def _divisions(self) -> list[dict[str, Any]]:
+        """What is divided otherwise than in the given plans, by the fields of a plan, in every combination."""
+        lists = []
+        for key, (field, convert, accepted) in DIVISIONS.items():
+            if key in self.table:
+                lists.append([(field, value) for value in self._list(key, convert, accepted)])
+        return [dict(chosen) for chosen in itertools.product(*lists)]
+
     def _clusters(self) -> list[tuple[Cluster, tuple[tuple[str, Label], ...]]]:
-        """The clusters with their network cards as `bandwidths` wants them, each with its labels."""
+        """The clusters with the software of `stacks` and the network cards that `bandwidths` wants, each with its labels."""
         clusters = [read_cluster(path) for _, path in self._paths("clusters")]
         self.files += [c.bandwidth_matrix.file for c in clusters if c.bandwidth_matrix and c.bandwidth_matrix.file]
+        if "stacks" in self.table:
+            known = self._list("stacks", lambda value: stack(_text(value)), "the name of a software stack")
+            clusters = [replace(cluster, stack=own) for cluster in clusters for own in known]
         if "bandwidths" not in self.table:
             return [(cluster, ()) for cluster in clusters]
 
@@ -223,6 +238,25 @@ def _whole(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
         return value
 
     return convert
+
+
+def _whole_experts(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or value != 1):
+        raise ValueError
+    return None if value is None else 1
+
+
+_WHOLE = "a whole number of at least 1"
+DIVISIONS: Mapping[str, tuple[str, Callable[[object], int | None], str]] = {
+    "zero_stages": ("zero_stage", _whole(min(ZERO_STAGES), max(ZERO_STAGES)), f"one of {', '.join(map(str, ZERO_STAGES))}"),
+    "expert_parallels": ("expert_parallel", _whole(1), _WHOLE),
+    "expert_tensor_parallels": (
+        "expert_tensor_parallel",
+        _whole_experts,
+        "1 (whole experts on each tensor rank) or null (columns of each)",
+    ),
+}
+"""By the key of a sweep: the field of a given plan that it varies, what converts its values, and what is accepted."""
 
 
 def with_bandwidth(cluster: Cluster, value: object) -> Cluster:

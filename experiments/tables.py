@@ -380,10 +380,13 @@ def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative]
 
 
 def _tensor(plan: Plan) -> str:
-    """The tensor-parallel degrees of a plan, and the context-parallel one where it has that."""
+    """The tensor-parallel degrees of a plan, and the context- and expert-parallel ones where it has those."""
     ranks = plan.context_parallel
     tensor = _span([len(replica.devices) // ranks for _, _, _, replica in plan.replicas()])
-    return f"{tensor} x {ranks} context" if ranks > 1 else tensor
+    context = f" x {ranks} context" if ranks > 1 else ""
+    whole = "whole " if plan.whole_experts else ""
+    experts = f", {whole}experts over {plan.expert_parallel}" if plan.expert_parallel > 1 else ""
+    return tensor + context + experts
 
 
 def front_table(plans: Sequence[tuple[Plan, Outlay]], cluster: Cluster, most: int = 10) -> Group:

@@ -118,6 +118,26 @@ def test_the_table_tells_precisions_of_gradients_apart(motley: Motley, world: Wo
     assert ran.code == 0 and "gradient_precision" in ran.out, ran.out
 
 
+def test_stacks_take_the_place_of_the_clusters_own(world: World) -> None:
+    world.write("two.yaml", TWO_NODES)
+    more = "stacks: [megatron-core, nanotron]\nbandwidths: [x1, x0.5]\n"
+    runs, _ = read_sweep(Path(sweep_file(world, f"clusters: [two.yaml]\nplans: [plan.json]\n{more}")))
+    assert [(run.cluster.stack.name, dict(run.labels)["bandwidth"]) for run in runs] == [
+        (name, rate) for name in ("megatron-core", "nanotron") for rate in ("x1", "x0.5")
+    ]
+    rows = [execute(run).row for run in runs]
+    assert rows[0]["stack"] == "megatron-core" and rows[0]["iteration_s"] != rows[2]["iteration_s"]
+
+
+def test_what_given_plans_divide_varies_and_their_rows_say_so(world: World) -> None:
+    more = "zero_stages: [0, 1]\nexpert_parallels: [1]\nexpert_tensor_parallels: [null]\n"
+    runs, _ = read_sweep(Path(plans_sweep(world, more)))
+    assert [run.plan.zero_stage for run in runs if run.plan is not None] == [0, 1]
+    rows = [execute(run).row for run in runs]
+    assert [(row["zero_stage"], row["expert_parallel"]) for row in rows] == [(0, 1), (1, 1)]
+    assert all("expert_tensor_parallel" not in row for row in rows)
+
+
 def test_bandwidths_set_or_scale_the_network_cards(world: World) -> None:
     cluster = read_cluster(world.write("two.yaml", TWO_NODES))
 
@@ -167,6 +187,16 @@ def test_a_file_where_plans_go_and_no_folder_at_all_are_told_before_the_work(mot
         ),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\njudges: [simulated]\n", "unknown judge 'simulated'"),
         ("clusters: [tiny.yaml]\nplans: [plan.json]\nschedules: [1f2b]\n", "unknown schedule '1f2b'"),
+        (
+            "clusters: [tiny.yaml]\nplans: [plan.json]\nstacks: [nanotrom]\n",
+            "unknown software stack 'nanotrom'; did you mean nanotron?",
+        ),
+        ("clusters: [tiny.yaml]\nplans: [plan.json]\nzero_stages: [4]\n", "zero_stages: expected one of 0, 1, 2, 3, but got 4"),
+        ("clusters: [tiny.yaml]\nplans: [plan.json]\nexpert_tensor_parallels: [2]\n", "or null (columns of each), but got 2"),
+        (
+            "clusters: [tiny.yaml]\nmodels: [llama-2-7b]\nglobal_batches: [4]\nplanners: [random]\nzero_stages: [1]\n",
+            "zero_stages: goes with plans only",
+        ),
         (
             "clusters: [tiny.yaml]\nplans: [plan.json]\ngradient_precisions: [fp16]\n",
             "unknown gradient precision 'fp16'; accepted: fp32, bf16",
