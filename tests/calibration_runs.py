@@ -14,7 +14,7 @@ from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.trace import Trace
 from sim.spec.transformer import Transformer
 
-EFFICIENCY = Efficiency(0.9, 0.9, 50e-6, 0.0, 0.5, 0.0, 0.0, 0.8, 20e-6, source="a test")
+EFFICIENCY = Efficiency(0.9, 0.9, 50e-6, 0.0, 0.5, 0.0, 0.0, 0.0, 0.8, 20e-6, source="a test")
 LARGE = GpuKind("CPU-large", 2**31, {"fp32": 2e9}, 1e9, None, 30.0, 300.0, None, EFFICIENCY)
 SMALL = GpuKind("CPU-small", 2**31, {"fp32": 1.2e9}, 0.8e9, None, 30.0, 300.0, None, EFFICIENCY)
 INTRA = Intra("nvlink", 25e6, latency_s=200e-6)

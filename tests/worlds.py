@@ -28,6 +28,7 @@ IDEAL = Efficiency(
     attention_fraction=1.0,
     attention_keys=0.0,
     attention_rows=0.0,
+    attention_width=0.0,
     memory_fraction=1.0,
     launch_s=0.0,
     source="a test",

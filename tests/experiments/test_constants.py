@@ -81,6 +81,7 @@ records = st.builds(
     attention_fraction=fractions,
     attention_keys=st.just(0.0) | four_digits(1.0, 1e9),
     attention_rows=st.just(0.0) | four_digits(1.0, 1e9),
+    attention_width=st.just(0.0) | four_digits(1.0, 1e9),
     memory_fraction=fractions,
     launch_s=times,
     source=said,

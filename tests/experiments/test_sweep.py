@@ -125,8 +125,9 @@ def test_stacks_take_the_place_of_the_clusters_own(world: World) -> None:
     assert [(run.cluster.stack.name, dict(run.labels)["bandwidth"]) for run in runs] == [
         (name, rate) for name in ("megatron-core", "nanotron") for rate in ("x1", "x0.5")
     ]
-    rows = [execute(run).row for run in runs]
-    assert rows[0]["stack"] == "megatron-core" and rows[0]["iteration_s"] != rows[2]["iteration_s"]
+    rows = [execute(run).row for run in read_sweep(Path(plans_sweep(world, "stacks: [megatron-core, nanotron]\n")))[0]]
+    assert [row["stack"] for row in rows] == ["megatron-core", "nanotron"]
+    assert rows[0]["iteration_s"] != rows[1]["iteration_s"]
 
 
 def test_what_given_plans_divide_varies_and_their_rows_say_so(world: World) -> None:

@@ -34,6 +34,7 @@ IDEAL = Efficiency(
     attention_fraction=1.0,
     attention_keys=0.0,
     attention_rows=0.0,
+    attention_width=0.0,
     memory_fraction=1.0,
     launch_s=0.0,
 )
@@ -349,6 +350,7 @@ efficiencies = st.builds(
     attention_fraction=fractions,
     attention_keys=st.floats(0.0, 1e3),
     attention_rows=st.floats(0.0, 1e5),
+    attention_width=st.floats(0.0, 1e3),
     memory_fraction=fractions,
     launch_s=overheads_s,
 )

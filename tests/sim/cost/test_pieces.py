@@ -34,6 +34,7 @@ IDEAL = Efficiency(
     attention_fraction=1.0,
     attention_keys=0.0,
     attention_rows=0.0,
+    attention_width=0.0,
     memory_fraction=1.0,
     launch_s=0.0,
 )
@@ -102,6 +103,16 @@ def test_attention_takes_the_seconds_of_some_more_rows() -> None:
 def test_attention_takes_the_flop_of_some_more_keys() -> None:
     # Each of 4 tokens sees 2 of its 4 keys on average; 3 more make them 5.
     assert layer_seconds(kind(attention_keys=3.0), STACK, TINY, 1, 4).attention_s == pytest.approx(ATTENTION * 5 / 2)
+
+
+def test_attention_takes_the_longer_the_narrower_the_heads_are() -> None:
+    # With 32 numbers more for each score a head of 64 takes 96, of which half are the product's; one of 128 takes 160 for 128.
+    fast = kind(attention_width=32.0)
+    wide, narrow, wider = (Transformer("m", 1, 256, 8, 256 // width, 10, head_dim=width) for width in (128, 64, 256))
+    of_wide_s = layer_seconds(fast, STACK, wide, 1, 4).attention_s
+    assert of_wide_s == pytest.approx(4 * 4 * 4 * 256 / 2)
+    assert layer_seconds(fast, STACK, narrow, 1, 4).attention_s == pytest.approx(of_wide_s * (96 / 64) / (160 / 128))
+    assert layer_seconds(fast, STACK, wider, 1, 4).attention_s == pytest.approx(of_wide_s)
 
 
 def test_without_flash_the_scores_of_all_keys_are_two_matmuls_and_pass_through_memory() -> None:

@@ -393,6 +393,7 @@ def test_an_unknown_precision_is_an_error_and_an_unsupported_one_is_none() -> No
         ("matmul_traffic", -0.1),
         ("matmul_traffic", 1.01),
         ("attention_rows", -1.0),
+        ("attention_width", math.nan),
         ("attention_keys", math.inf),
         ("attention_fraction", -0.1),
         ("memory_fraction", math.nan),
@@ -407,7 +408,7 @@ def test_an_efficiency_outside_its_range_is_refused_with_rule_and_value(field: s
 
 
 def test_the_limits_of_an_efficiency_are_accepted() -> None:
-    Efficiency(1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, "ideal")
+    Efficiency(1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, "ideal")
     replace(NOMINAL_EFFICIENCY, matmul_traffic=1.0)
 
 
