@@ -64,6 +64,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "attention_fraction": (0.01, 1.0),
     "attention_keys": (1.0, 2000.0),
     "attention_rows": (1.0, 1e6),
+    "attention_width": (0.1, 1e3),
     "memory_fraction": (0.05, 1.0),
     "launch_s": (LAUNCH.least, LAUNCH.most),
 }
@@ -159,7 +160,7 @@ def _work(m: bench.Measurement) -> Work:
         flop = 4.0 * tokens * length * shape["heads"] * width
         num_bytes = 2 * tokens * (shape["heads"] + shape["kv_heads"]) * width * size
         # Flash: half of it behind the causal mask, as `sim.cost.pieces.layer_work` has it.
-        return AttentionWork(flop / 2, flop / length, tokens * shape["heads"], num_bytes, True)
+        return AttentionWork(flop / 2, flop / length, tokens * shape["heads"], width, num_bytes, True)
     if what in ("layer", "mixture"):
         sizes = shape["sequences"], shape["sequence_length"], shape["tensor_parallel"]
         return layer_work(measured_model(shape), *sizes, False, size, True, 1, 1)

@@ -44,7 +44,7 @@ from sim.cost.pieces import (
     seconds_of_layer,
 )
 from sim.spec.counts import PRECISION_BYTES, layer_parameters
-from sim.spec.gpu import Efficiency, GpuKind, efficiencies, gpu_kind
+from sim.spec.gpu import WIDE_HEAD, Efficiency, GpuKind, efficiencies, gpu_kind
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer
@@ -296,14 +296,14 @@ def _micro(row: Mapping[str, str]) -> Iterator[Measurement]:
         full = 2 * sizes["batch"] * length**2 * heads * widths
         keys = sizes["kv_head_num"]
         num_bytes = 2 * sizes["batch"] * length * (heads + keys) * widths
-        attention = _flash(full, length, length * sizes["batch"] * heads, num_bytes)
+        attention = _flash(full, length, length * sizes["batch"] * heads, widths // 2, num_bytes)
         what, passes = ("backward", 2.5) if "bwd" in op else ("forward", 1.0)
         yield measured(f"attention {what}", attention, passes * full / (value * kind.peak_flop_per_s["bf16"]), "bf16")
     elif op.startswith("FlashAttention-2 fwd+bwd") and " causal" in shape:
         length, width = (int(number) for number in re.findall(r"\d+", shape)[:2])
         query_rows = 16384 * 2048 // width  # 16384 tokens of a hidden size of 2048
         full = 4 * query_rows * length * width
-        attention = _flash(full, length, query_rows, 8 * query_rows * width)
+        attention = _flash(full, length, query_rows, width, 8 * query_rows * width)
         yield measured("attention both", attention, 3.5 * full / 2 / (value * 1e12), "fp16")
     elif op.startswith("HBM bandwidth"):
         yield measured("memory", 1e12 * value, 1.0, "fp16")
@@ -337,9 +337,9 @@ def _sizes(shape: str) -> dict[str, int]:
     return {key: int(number) for key, number in re.findall(r"(\w+)=(\d+)\b", shape)}
 
 
-def _flash(full: int, length: int, rows: int, num_bytes: int) -> AttentionWork:
+def _flash(full: int, length: int, rows: int, width: int, num_bytes: int) -> AttentionWork:
     """Causal flash attention whose full count of FLOP is given, by the rule of `sim.cost.pieces.layer_work`."""
-    return AttentionWork(full / 2, full / length, rows, num_bytes, True)
+    return AttentionWork(full / 2, full / length, rows, width, num_bytes, True)
 
 
 # --- Constants -------------------------------------------------------------------------------------------------------
@@ -364,6 +364,7 @@ RECORD_CONSTANTS = (
     Constant("attention_fraction", 0.4, 0.05, 1.0, 0.3),
     Constant("attention_keys", 230.0, 10.0, 1000.0, 0.3),
     Constant("attention_rows", 16e3, 1e3, 200e3, 0.7),
+    Constant("attention_width", 22.0, 1.0, 200.0, 0.5),
     Constant("memory_fraction", 0.85, 0.5, 0.95, 0.1),
     Constant("burst", 0.05, 1e-3, 1.5, 1.0),
 )
@@ -399,7 +400,8 @@ def _tells(m: Measurement) -> tuple[str, ...]:
     if isinstance(m.work, MatmulWork):
         return (fraction, "matmul_half_s", "matmul_traffic")
     if isinstance(m.work, AttentionWork):
-        return ("attention_fraction", "attention_keys", "attention_rows")
+        narrow = ("attention_width",) if m.work.width < WIDE_HEAD else ()
+        return ("attention_fraction", "attention_keys", "attention_rows", *narrow)
     if isinstance(m.work, LaunchWork):
         return ("launch_s",)
     if isinstance(m.work, HeadWork):

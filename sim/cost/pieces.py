@@ -4,7 +4,8 @@ The seconds of a piece on one rank of a tensor-parallel group are a sum over its
 
     matmul       (FLOP / peak + matmul_half_s) / matmul_fraction + matmul_traffic x bytes / bandwidth
     attention    FLOP / (peak x attention_fraction), or its bytes / (bandwidth x memory_fraction) where these take longer; and
-                 the FLOP of attention_rows query rows at the same rate, however few rows there are
+                 the FLOP of attention_rows query rows at the same rate, however few rows there are; all the more the
+                 narrower the heads are, as if each had attention_width numbers more
     the rest     bytes / (bandwidth x memory_fraction)
     each kernel  launch_s besides
 
@@ -56,7 +57,7 @@ from sim.spec.counts import (
     layer_sharded_bytes,
     tied_copy_parameters_at,
 )
-from sim.spec.gpu import GpuKind
+from sim.spec.gpu import WIDE_HEAD, GpuKind
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer
@@ -130,6 +131,8 @@ class AttentionWork:
     """Of one key more for every query."""
     rows: int
     """Query rows: tokens times heads."""
+    width: int
+    """Numbers of a head."""
     num_bytes: int
     flash: bool
 
@@ -199,6 +202,7 @@ def layer_work(
         flop=key_flop * (attended if flash_attention else min(end, window)),
         key_flop=key_flop,
         rows=tokens * heads,
+        width=transformer.head_dim,
         num_bytes=num_bytes + key_value_bytes(transformer, sequences, earlier, tensor_parallel, element_bytes),
         flash=flash_attention,
     )
@@ -247,7 +251,7 @@ class Rates:
     def flash_s(self, work: AttentionWork) -> tuple[float, float]:
         """Seconds of flash attention, forward and backward, launches not included."""
         efficiency = self.kind.efficiency
-        flop = work.flop + efficiency.attention_keys * work.key_flop
+        flop = (work.flop + efficiency.attention_keys * work.key_flop) * _narrowness(work.width, efficiency.attention_width)
         flop_s = flop / (self.attention_peak * efficiency.attention_fraction * self.kind.speed)
         bytes_s, rows_s = self.memory_s(work.num_bytes), flop_s * efficiency.attention_rows / work.rows
         return max(flop_s, bytes_s) + rows_s, max(FLASH_BACKWARD * flop_s, 2 * bytes_s) + rows_s
@@ -260,6 +264,11 @@ class Rates:
     def launch_s(self) -> float:
         """Seconds by which each kernel lengthens the GPU's work."""
         return self.kind.efficiency.launch_s / self.kind.speed
+
+
+def _narrowness(width: int, more: float) -> float:
+    """How many times as long as in a wide head a FLOP of flash attention takes, if a head of so many numbers costs some more."""
+    return (1 + more / min(width, WIDE_HEAD)) / (1 + more / WIDE_HEAD)
 
 
 @lru_cache(maxsize=1024)

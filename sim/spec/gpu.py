@@ -33,7 +33,7 @@ class Efficiency:
     """How much of a GPU's peaks a software stack reaches on it: the constants that calibration refits.
 
     All are about one GPU and hold for every precision but as said. Raises InputError where a fraction is outside (0, 1],
-    matmul_traffic outside [0, 1], or a time, or a number of keys or rows, negative.
+    matmul_traffic outside [0, 1], or a time, or a number of keys, rows or numbers, negative.
     """
 
     matmul_fraction: float
@@ -47,12 +47,14 @@ class Efficiency:
     """Of the seconds that a matmul's operands and result take at the memory bandwidth, the part that FLOP do not hide."""
     attention_fraction: float
     """Fraction of the peak FLOP/s of flash attention's forward pass, over the FLOPs the kernel executes: under a causal mask
-    about half of the full count that MFU uses."""
+    about half of the full count that MFU uses, with heads of WIDE_HEAD numbers or more."""
     attention_keys: float
     """Keys that each query of flash attention costs besides those that the mask leaves: tiles that the mask cuts, and what a row
     costs once."""
     attention_rows: float
     """Query rows (tokens times heads of a rank) whose seconds flash attention takes besides, as it fills the GPU and drains."""
+    attention_width: float
+    """Numbers of a head in whose products a score of flash attention takes as long as it does besides, for its exponential."""
     memory_fraction: float
     """Fraction of the memory bandwidth that element-wise work (norms, activations, residuals, optimizer) reaches."""
     launch_s: float
@@ -73,11 +75,15 @@ class Efficiency:
             ("launch_s", "seconds"),
             ("attention_keys", "keys"),
             ("attention_rows", "rows"),
+            ("attention_width", "numbers"),
         ):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise InputError(f"{name} must be a finite number of {unit} of at least 0, but got {value!r}")
 
+
+WIDE_HEAD = 128
+"""Numbers of a head from which on flash attention gets no faster: kernels are written for 64 and 128."""
 
 NOMINAL_EFFICIENCY = Efficiency(
     matmul_fraction=0.8,
@@ -87,6 +93,7 @@ NOMINAL_EFFICIENCY = Efficiency(
     attention_fraction=0.5,
     attention_keys=230.0,
     attention_rows=16e3,
+    attention_width=22.0,
     memory_fraction=0.85,
     launch_s=2e-6,
 )
@@ -103,7 +110,7 @@ SPEEDS = (1e-3, 1e3)
 """The least and the most that a file may give as the speed of a kind or a device."""
 
 MOST_ROWS = 1e9
-"""The most attention_rows and attention_keys that a file may give, so that times stay finite."""
+"""The most attention_rows, attention_keys and attention_width that a file may give, so that times stay finite."""
 
 
 class _PeakRates(Mapping[str, float]):
@@ -389,6 +396,7 @@ def _read_efficiency(table: Table, base: Efficiency | None) -> Efficiency:
         "attention_fraction": table.number("attention_fraction", default("attention_fraction"), LEAST_FRACTION, 1.0),
         "attention_keys": table.number("attention_keys", default("attention_keys"), 0.0, MOST_ROWS),
         "attention_rows": table.number("attention_rows", default("attention_rows"), 0.0, MOST_ROWS),
+        "attention_width": table.number("attention_width", default("attention_width"), 0.0, MOST_ROWS),
         "memory_fraction": table.number("memory_fraction", default("memory_fraction"), LEAST_FRACTION, 1.0),
         "launch_s": table.quantity("launch", "time", default("launch_s"), zero=True),
     }
