@@ -22,7 +22,7 @@ import torch
 
 from runtime.parameters import Parameter, model_parameters
 from sim.spec.reading import DISK_FAILURES, InputError, Table, read_json, write_file
-from sim.spec.transformer import Transformer, from_hugging_face
+from sim.spec.transformer import Moe, Transformer, from_hugging_face
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
 
@@ -236,15 +236,19 @@ def load_weights(folder: Path, transformer: Transformer) -> HuggingFaceWeights:
 
 
 def _difference(one: Transformer, other: Transformer) -> tuple[str, object, object] | None:
-    """The first field that two transformers differ in so that weights of the one do not fit the other, with both values."""
+    """The first field that two transformers differ in so that weights of the one do not fit the other, with both values.
+
+    Where both have experts, the field of these.
+    """
     passed_over = {"name", "padded_vocab", "rope_theta" if other.position == "learned" else "max_positions"}
     if other.experts is not None:
         passed_over.add("ffn")
-    for field in dataclasses.fields(Transformer):
-        values = getattr(one, field.name), getattr(other, field.name)
-        if field.name not in passed_over and values[0] != values[1]:
-            return field.name, *values
-    return None
+    pairs = [(field.name, getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(Transformer)]
+    if one.experts is not None and other.experts is not None:
+        passed_over.add("experts")
+        fields = [field.name for field in dataclasses.fields(Moe)]
+        pairs += [(f"experts.{name}", getattr(one.experts, name), getattr(other.experts, name)) for name in fields]
+    return next((pair for pair in pairs if pair[0] not in passed_over and pair[1] != pair[2]), None)
 
 
 def _check_rotary(config: Table) -> None:

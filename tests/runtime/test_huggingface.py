@@ -448,7 +448,7 @@ def test_a_folder_that_holds_anything_is_left_as_it_is(llama: Path, tmp_path: Pa
         ({"norm": "layernorm"}, "llama, has norm rmsnorm, but the model has layernorm"),
         ({"position": "alibi"}, "llama, has position rotary, but the model has alibi"),
         ({"final_norm": False}, "llama, has final_norm True, but the model has False"),
-        ({"experts": Moe(4, 2, 48, 1, 16)}, "mixtral, has experts Moe(experts=4, top_k=2, ffn=48, shared_experts=0"),
+        ({"experts": Moe(4, 2, 48, 1, 16)}, "mixtral, has experts.shared_experts 0, but the model has 1"),
         ({"position": "learned", "max_positions": 16}, "gpt2, has kv_heads 4, but the model has 2"),
     ],
 )
