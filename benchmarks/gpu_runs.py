@@ -1,7 +1,7 @@
 """Trains plans on one GPU, and tells how far off they were predicted: by the catalogue alone, and by what `motley bench` found.
 
     motley bench --device cuda --out results/gpu-runs/bench.yaml
-    python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9]        # on a machine with a GPU
+    python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9] [--compile]    # on a machine with a GPU
     python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs-KIND  # anywhere
 
 A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; what is there already is kept. The table, as text
@@ -136,7 +136,7 @@ def plans() -> dict[str, Plan]:
 # --- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -> None:
+def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str, compiled: bool = False) -> None:
     """Nothing; makes the runs that are not there yet."""
     import runtime.training  # noqa: F401 - once for all workers
 
@@ -155,7 +155,8 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str) -
             backend=None if workers == 1 else "gloo",
             results=left,
             quiet=True,
-            timeout_s=120,
+            compile=compiled,
+            timeout_s=300 if compiled else 120,
         )
         port = 20_000 + (os.getpid() + number) % 20_000
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | dict.fromkeys(
@@ -276,6 +277,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="the plans of these names")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", action="store_true", help="compile the layers, as `motley run --compile` does")
     parser.add_argument("--table", type=Path, help="write the table there, .txt and .csv, and train nothing")
     asked = parser.parse_args()
     chosen = {name: found for name, found in plans().items() if not asked.only or name in asked.only}
@@ -283,7 +285,7 @@ def main() -> None:
         write_table(asked.out.resolve(), chosen, asked.table)
         return
     (asked.out / "plans").mkdir(parents=True, exist_ok=True)
-    collect(asked.out.resolve(), chosen, asked.steps, asked.device)
+    collect(asked.out.resolve(), chosen, asked.steps, asked.device, asked.compile)
 
 
 if __name__ == "__main__":
