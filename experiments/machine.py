@@ -153,12 +153,18 @@ def machine_bytes() -> int:
 SOFTMAX_BYTES = 4 * 2**25
 """Of the logits whose softmax the runtime's loss computes at once, in fp32 (`runtime.tensor_parallel.LOSS_NUMBERS`)."""
 
+HELD_BYTES, HELD_SHARE = round(0.16 * 2**30), 0.01
+"""What torch's allocator holds on a GPU beside tensors: workspaces of cuBLAS and rests of its segments, whatever the plan, and a
+share of what is allocated. By thirty plans on an H200, of 2 to 43 GiB (docs/bench.md). Nothing was short of memory there, where
+more is lost: whether a plan fits is asked with the stack's fragmentation."""
+
 
 def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
     """Bytes at the peak of every device (cpu or cuda) without the CUDA context: what a run can measure, and all that a CPU needs.
 
     On GPUs, whose peaks are told to the byte, with what the runtime's loss keeps: logits and their gradient in the training
-    precision, and the softmax of a few at a time, where the simulator takes one of all in fp32 for granted, and the gradient too.
+    precision, and of a few at a time the softmax, and these in fp32, where the simulator takes a softmax of all in fp32 for
+    granted, and the gradient too.
     """
     own, element_bytes = stack("motley"), PRECISION_BYTES[plan.precision]
     # Of each logit `sim.cost.memory` counts itself and its softmax as kept, and its gradient in fp32 as worked on.
@@ -167,8 +173,12 @@ def allocated_bytes(plan: Plan, device: str) -> Mapping[str, int]:
     found = {}
     for (p, s, r, kept), (*_, at_work) in zip(*scaled, strict=True):
         parts = replace(kept, working=at_work.working)
-        softmax = 0 if device == "cpu" else min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes)
-        num_bytes = round((1 + own.fragmentation) * parts.allocated) + softmax
+        if device == "cpu":
+            num_bytes = round((1 + own.fragmentation) * parts.allocated)
+        else:
+            softmax = min(SOFTMAX_BYTES, 4 * parts.logits // element_bytes)
+            wide = softmax if element_bytes < 4 else 0
+            num_bytes = round((1 + HELD_SHARE) * parts.allocated) + softmax + wide + HELD_BYTES
         found.update(dict.fromkeys(plan.pipelines[p].stages[s].replicas[r].devices, num_bytes))
     return found
 
