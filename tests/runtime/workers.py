@@ -123,7 +123,7 @@ def _work(rank: int, store: str, connection: Connection) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, WORKERS), rank=rank, world_size=WORKERS, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    kept: list[Any] = []
+    kept: dict[str, Any] = {}
     while True:
         try:
             order = connection.recv()
@@ -152,7 +152,8 @@ class QuietWatch:
         pass
 
 
-def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
+def _train(rank: int, order: Order, kept: dict[str, Any]) -> Outcome:
+    """The outcome of a training; `kept` has the connections by device, which later ones have in common. On cuda all share a GPU."""
     import sim.spec.compile as compiler
     from runtime import collectives
     from runtime.data import open_data
@@ -164,7 +165,8 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
     from sim.spec.program import instruction_text, parse_program
 
     plan, settings = order.plan, order.settings
-    collectives.is_staged = lambda *_: order.staged
+    is_staged = kept.setdefault("is_staged", collectives.is_staged)
+    collectives.is_staged = is_staged if settings.device == "cuda" else lambda *_: order.staged
     usual = compiler.BUCKET_PARAMETERS
     try:
         if order.bucket_parameters is not None:
@@ -174,9 +176,10 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
         compiler.BUCKET_PARAMETERS = usual
     if order.program is not None:
         program = parse_program(order.program)
-    if not kept:
-        kept.append(Connections(torch.device("cpu"), "gloo", TIMEOUT_S))
-    connections: Connections = kept[0]
+    if settings.device not in kept:
+        device = torch.device("cuda", 0) if settings.device == "cuda" else torch.device("cpu")
+        kept[settings.device] = Connections(device, "gloo", TIMEOUT_S)
+    connections: Connections = kept[settings.device]
     connections.connect(plan, program, *reduction_ranks(plan, program, lane_ranks(plan, program)))
     if rank >= len(plan.devices):
         return Outcome([], [], {})
@@ -189,7 +192,7 @@ def _train(rank: int, order: Order, kept: list[Any]) -> Outcome:
     facts = [trainer.step(step) for step in range(first, settings.steps if order.stop is None else order.stop)]
     if order.save is not None:
         trainer.save(order.save, first + len(facts))
-    weights = {parameter.name: whole.clone() for parameter, whole in trainer.weights() if whole is not None}
+    weights = {parameter.name: whole.cpu().clone() for parameter, whole in trainer.weights() if whole is not None}
     texts = [instruction_text(i) for i in watch.instructions]
     executed = {world.lane.name: texts} if world.index == 0 else {}
     return Outcome([f.loss for f in facts], [f.gradient_norm for f in facts], weights, executed)
