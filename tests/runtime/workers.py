@@ -153,7 +153,7 @@ class QuietWatch:
 
 
 def _train(rank: int, order: Order, kept: dict[str, Any]) -> Outcome:
-    """The outcome of a training; `kept` has the connections by device, which later ones have in common. On cuda all share a GPU."""
+    """The outcome of a training; `kept` has the connections by device, for later ones, too. On cuda all workers share a GPU."""
     import sim.spec.compile as compiler
     from runtime import collectives
     from runtime.data import open_data
