@@ -4,7 +4,8 @@
     python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9] [--compile]    # on a machine with a GPU
     python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs-KIND  # anywhere
 
-A plan's trace and results stay in `runs/NAME/` there, as a worker leaves them; what is there already is kept. The table, as text
+A plan's trace and results stay in `runs/NAME/` there (`compiled/NAME/` with `--compile`), as a worker leaves them; what is there
+already is kept. The table, as text
 and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
 runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
 plans. Every plan is trained as `motley run` does it, by a worker of its own.
@@ -136,12 +137,16 @@ def plans() -> dict[str, Plan]:
 # --- Runs ------------------------------------------------------------------------------------------------------------
 
 
+_RUNS = {False: "runs", True: "compiled"}
+"""The folder of the runs of layers as they are, and of compiled ones."""
+
+
 def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str, compiled: bool = False) -> None:
     """Nothing; makes the runs that are not there yet."""
     import runtime.training  # noqa: F401 - once for all workers
 
     for number, (name, found) in enumerate(chosen.items()):
-        left = folder / "runs" / name
+        left = folder / _RUNS[compiled] / name
         if is_written(left):
             continue
         path = folder / "plans" / f"{name}.json"
@@ -251,16 +256,18 @@ def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table(folder: Path, chosen: Mapping[str, Plan], target: Path) -> None:
+def write_table(folder: Path, chosen: Mapping[str, Plan], target: Path, compiled: bool = False) -> None:
     """Nothing; writes the table of the runs that are there, and prints it."""
     found = read_bench(folder / "bench.yaml") if (folder / "bench.yaml").is_file() else None
-    there = [name for name in chosen if is_written(folder / "runs" / name)]
+    runs = folder / _RUNS[compiled]
+    there = [name for name in chosen if is_written(runs / name)]
     if not there:
-        raise SystemExit(f"there are no runs in {folder / 'runs'}")
-    rows = [row(name, read_result(folder / "runs" / name), found) for name in there]
-    kind = next(iter(read_result(folder / "runs" / there[0]).device_kinds.values()))
+        raise SystemExit(f"there are no runs in {runs}")
+    rows = [row(name, read_result(runs / name), found) for name in there]
+    kind = next(iter(read_result(runs / there[0]).device_kinds.values()))
     machine = kind if found is None else ", ".join([found.device, *(f"{k} {v}" for k, v in (found.versions or {}).items())])
-    head = f"{machine}. One GPU, bf16 but where the name says tf32; errors are predicted / measured - 1."
+    layers = ", layers compiled" if compiled else ""
+    head = f"{machine}. One GPU, bf16 but where the name says tf32{layers}; errors are predicted / measured - 1."
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -282,7 +289,7 @@ def main() -> None:
     asked = parser.parse_args()
     chosen = {name: found for name, found in plans().items() if not asked.only or name in asked.only}
     if asked.table is not None:
-        write_table(asked.out.resolve(), chosen, asked.table)
+        write_table(asked.out.resolve(), chosen, asked.table, asked.compile)
         return
     (asked.out / "plans").mkdir(parents=True, exist_ok=True)
     collect(asked.out.resolve(), chosen, asked.steps, asked.device, asked.compile)

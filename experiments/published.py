@@ -587,9 +587,10 @@ def _uneven(run: Run) -> _Uneven:
     if run.plan_json is None:
         noted = re.search(r"partition=\[([\d, ]+)\]", run.notes or "")
         return _Uneven(tuple(int(bound) for bound in noted[1].split(","))) if noted else _Uneven()
-    if not run.plan_json.lstrip().startswith("{"):
-        raise _Refused(f"plan_json is the text of a JSON object itself, and not {run.plan_json:.60}")
-    found: Any = parse_json(run.plan_json, "plan_json")
+    text = run.plan_json.lstrip("\ufeff").lstrip()
+    if not text.startswith("{"):
+        raise _Refused(f"plan_json is the text of a JSON object itself, but got {text[:60]!r}")
+    found: Any = parse_json(text, "plan_json")
     try:
         uneven = _Uneven(
             tuple(int(bound) for bound in found.get("partition", ())),

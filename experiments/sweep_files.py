@@ -241,7 +241,7 @@ def _whole(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
 
 
 def _whole_experts(value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or value != 1):
+    if value is not None and (type(value) is not int or value != 1):
         raise ValueError
     return None if value is None else 1
 

@@ -384,9 +384,8 @@ def _tensor(plan: Plan) -> str:
     ranks = plan.context_parallel
     tensor = _span([len(replica.devices) // ranks for _, _, _, replica in plan.replicas()])
     context = f" x {ranks} context" if ranks > 1 else ""
-    whole = "whole " if plan.whole_experts else ""
-    experts = f", {whole}experts over {plan.expert_parallel}" if plan.expert_parallel > 1 else ""
-    return tensor + context + experts
+    experts = f"\nexperts {plan.expert_parallel}" if plan.expert_parallel > 1 else ""
+    return tensor + context + experts + ("\nwhole" if plan.whole_experts else "")
 
 
 def front_table(plans: Sequence[tuple[Plan, Outlay]], cluster: Cluster, most: int = 10) -> Group:

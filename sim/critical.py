@@ -16,13 +16,14 @@ from itertools import accumulate
 
 from sim.cost.compute import ComputeCost
 from sim.cost.network import Network, Transfer
-from sim.cost.traffic import exchange, message, sum_of_shards, work
+from sim.cost.traffic import exchange, filled_gap_s, message, sum_of_shards, work
 from sim.spec.cluster import Cluster
 from sim.spec.compile import compile_plan
 from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
     BackwardInput,
+    BackwardWeight,
     Collective,
     Compute,
     Forward,
@@ -49,8 +50,9 @@ latency of a transfer; and nothing at all, which only a measured trace has."""
 INSIDE, MESSAGE, REDUCTION, GATHER = "collectives inside the work", "messages", "gradient reduction", "parameter gather"
 """What is on a link. Messages keep the host, too, where the software stack's block."""
 
-LAUNCHES = "launches"
-"""What a GPU waits for the host to do beside messages: to launch kernels and collectives, and what comes once for each pass."""
+LAUNCHES, ONCE = "launches", "once a pass or step"
+"""What a GPU waits for the host to do beside messages: to launch kernels and collectives, and what comes once for each pass of a
+stage or each iteration."""
 
 ALONE = 1 + 1e-6
 """A transfer that takes no more than this many times its seconds alone is taken to share its links with no other."""
@@ -317,33 +319,44 @@ class _Walk:
         # Without transfers inside it is all work, also where the device was slower than its kind.
         host_s = min(whole_s, blocked_s)
         work_s = min(whole_s - host_s, taken.seconds - blocked_s) if exposed else whole_s - host_s
-        again, launched = self._shares(lane, instruction)
+        link = self._link(taken.after or taken.beside, start_s + work_s, end_s) if exposed else ""
+        shares = self._shares(lane, instruction)
+        places = (
+            (RECOMPUTE, name, activity),
+            (COMPUTE, name, activity),
+            (HOST, name, LAUNCHES),
+            (HOST, name, ONCE),
+            (LINK, link, INSIDE),
+        )
+        ends = accumulate(shares, initial=0.0)
+        next(ends)
         parts = [
-            (start_s + again * work_s, RECOMPUTE, name, activity),
-            (start_s + (1 - launched) * work_s, COMPUTE, name, activity),
-            (start_s + work_s, HOST, name, LAUNCHES),
-            (start_s + work_s + host_s, HOST, name, MESSAGE),
+            (start_s + until * work_s, *place) for until, share, place in zip(ends, shares, places, strict=True) if share > 0
         ]
+        if host_s > 0:
+            parts.append((start_s + work_s + host_s, HOST, name, MESSAGE))
         if exposed:
-            link = self._link(taken.after or taken.beside, start_s + work_s, end_s)
             latency_s = min(whole_s - host_s - work_s, taken.after.latency_s)
             parts += [(end_s - latency_s, LINK, link, INSIDE), (end_s, LATENCY, link, INSIDE)]
-        elif host_s == 0:
-            parts = parts[: 3 if launched else 2]
         parts[-1] = (end_s, *parts[-1][1:])  # rounding leaves no gap
         at_s = start_s
         for to_s, cause, place, what in parts:
             yield Segment(at_s, max(at_s, min(to_s, end_s)), cause, place, what, name)
             at_s = max(at_s, min(to_s, end_s))
 
-    def _shares(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[float, float]:
-        """Of an instruction's computation, the shares that recomputation adds, and of the rest those in which its host is waited
-        for."""
+    def _shares(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[float, float, float, float, float]:
+        """The shares of an instruction's computation: what recomputation adds; of the rest its own work, waits for its host to
+        launch and for what comes once, and waits that collectives fill, for which the host is not to blame."""
         seconds = self._cost.seconds(lane, instruction)
-        if seconds == 0 or isinstance(instruction, OptimizerStep):
-            return 0.0, 0.0
-        bare = self._cost if isinstance(instruction, Forward) else self._bare
-        return 1 - bare.seconds(lane, instruction) / seconds, bare.host_waits_s(lane, instruction) / seconds
+        if seconds == 0:
+            return 0.0, 1.0, 0.0, 0.0, 0.0
+        bare = self._bare if isinstance(instruction, (Backward, BackwardInput, BackwardWeight)) else self._cost
+        once, launched, filled = bare.once_s(lane, instruction) / seconds, 0.0, 0.0
+        if not isinstance(instruction, OptimizerStep):
+            filled = filled_gap_s(self._network, bare, lane, instruction) / seconds
+            launched = max(0.0, bare.gap_s(lane, instruction) / seconds - filled)
+        own = bare.seconds(lane, instruction) / seconds
+        return 1 - own, own - launched - once - filled, launched, once, filled
 
     def _transfers(self, span: Span, start_s: float, end_s: float) -> Iterator[Segment]:
         """The segments of a message or collective from one instant to another, in the order of time."""

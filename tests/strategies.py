@@ -15,6 +15,7 @@ from sim.spec.compile import holders, lanes_of
 from sim.spec.counts import RECOMPUTE
 from sim.spec.gpu import gpu_kind
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, LayerRange, Pipeline, Plan, Replica, Stage
+from sim.spec.stack import Stack
 from sim.spec.transformer import Moe, Transformer
 
 DEGREES = (1, 2, 4)
@@ -205,6 +206,28 @@ def in_flight(draw: DrawFn, pipeline: Pipeline) -> list[int]:
         held += draw(st.integers(0, 3))
         counts[s] = held
     return [counts[s] for s in range(len(counts))]
+
+
+def stacks() -> SearchStrategy[Stack]:
+    """Software that loses time in every way that a stack can, or in none."""
+    return st.builds(
+        Stack,
+        st.just("any"),
+        flash_attention=st.booleans(),
+        blocking_messages=st.booleans(),
+        host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
+        tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),
+        ring_step_s=st.sampled_from((0.0, 50e-6)),
+        message_s=st.sampled_from((0.0, 1e-2)),
+        message_nodes=st.sampled_from((0.0, 2.0)),
+        message_lane_nodes=st.sampled_from((0.0, 2.0)),
+        micro_batch_s=st.sampled_from((0.0, 1e-4)),
+        gradient_bytes=st.sampled_from((0.0, 8.0)),
+        tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
+        node_collective_scale=st.sampled_from((0.25, 1.0)),
+        collective_scale=st.sampled_from((0.5, 1.0)),
+        overlap_slowdown=st.sampled_from((0.0, 0.2)),
+    )
 
 
 def worlds() -> SearchStrategy[tuple[Cluster, Plan]]:

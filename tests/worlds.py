@@ -106,7 +106,11 @@ class GivenCost:
             return self.weight_s * count
         return self.backward_s[lane.devices[0]] * count
 
-    def host_waits_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
+    def gap_s(self, lane: Lane, instruction: Compute) -> float:
+        """None of them."""
+        return 0.0
+
+    def once_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
         """None of them."""
         return 0.0
 

@@ -283,11 +283,11 @@ class ComputeCost:
         device_s, host_s = self._both_s(lane, instruction)
         return busy_s(device_s, host_s) - device_s
 
-    def host_waits_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
-        """Of an instruction's seconds of computation, those in which the GPU waits for its host to launch, or to come to it."""
+    def once_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
+        """Of an instruction's seconds of computation, those that come once for each pass of a chunk, or each iteration."""
         if isinstance(instruction, OptimizerStep):
-            return 0.0
-        return self.gap_s(lane, instruction) + self._comes_once(lane, instruction) * self.stack.micro_batch_s
+            return self.stack.step_s
+        return self._comes_once(lane, instruction) * self.stack.micro_batch_s
 
     def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""

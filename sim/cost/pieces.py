@@ -4,8 +4,8 @@ The seconds of a piece on one rank of a tensor-parallel group are a sum over its
 
     matmul       (FLOP / peak + matmul_half_s) / matmul_fraction + matmul_traffic x bytes / bandwidth
     attention    FLOP / (peak x attention_fraction), or its bytes / (bandwidth x memory_fraction) where these take longer; and
-                 the FLOP of attention_rows query rows at the same rate, however few rows there are; all the more the
-                 narrower the heads are, as if each had attention_width numbers more
+                 the FLOP of attention_rows query rows at the same rate, however few rows there are; longer where heads are
+                 narrower than WIDE_HEAD, as if each score had attention_width numbers more
     the rest     bytes / (bandwidth x memory_fraction)
     each kernel  launch_s besides
 

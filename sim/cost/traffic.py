@@ -136,6 +136,18 @@ def _overlapped(stack: Stack, tensor_s: float, gap_s: float) -> float:
     return stack.tensor_overlap
 
 
+def filled_gap_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
+    """Of the seconds in which an instruction's GPU waits for the host, those that collectives of tensor ranks fill; see `work`.
+
+    With a host that takes no time these would be as long, and exposed.
+    """
+    tensor, *_ = inner(network, cost, lane, instruction)
+    if not tensor:
+        return 0.0
+    alone_s = network.alone_s(_slowed(tensor, inner_scale(network, cost.stack, tensor)))
+    return min((1 - cost.stack.tensor_overlap) * alone_s, cost.gap_s(lane, instruction))
+
+
 @dataclass(frozen=True)
 class Growth:
     """How what a pass through a part of a stage takes grows with what is inside.

@@ -54,7 +54,8 @@ class Efficiency:
     attention_rows: float
     """Query rows (tokens times heads of a rank) whose seconds flash attention takes besides, as it fills the GPU and drains."""
     attention_width: float
-    """Numbers of a head in whose products a score of flash attention takes as long as it does besides, for its exponential."""
+    """Numbers of a head whose products take as long as what flash attention does for each score besides, such as its exponential:
+    where heads are narrow, that counts for more. 0: the rate is that of wide heads, however narrow they are."""
     memory_fraction: float
     """Fraction of the memory bandwidth that element-wise work (norms, activations, residuals, optimizer) reaches."""
     launch_s: float
@@ -343,7 +344,8 @@ def _read(
     idle = table.quantity("idle_power", "power", pattern.idle_watts if pattern else busy * NOMINAL_IDLE_SHARE, zero=True)
     price = _quantity_or_none(table, "price", "price", pattern.dollars_per_hour if pattern else None, zero=True)
 
-    efficiency = pattern.efficiency if pattern else NOMINAL_EFFICIENCY
+    nominal = replace(NOMINAL_EFFICIENCY, attention_width=0.0) if fold(name).startswith(fold(CPU)) else NOMINAL_EFFICIENCY
+    efficiency = pattern.efficiency if pattern else nominal
     if isinstance(table.get("efficiency", lambda value: value, "a mapping or a name", None), dict):
         efficiency = _read_efficiency(table.table("efficiency"), efficiency)
     elif "efficiency" in table:

@@ -68,7 +68,12 @@ def test_the_constants_that_times_were_made_with_are_found() -> None:
 
 def test_the_rates_of_layers_and_of_attention_are_found() -> None:
     truth = replace(
-        gpu_kind("H200").efficiency, matmul_fraction=0.6, attention_fraction=0.5, attention_rows=9e3, memory_fraction=0.75
+        gpu_kind("H200").efficiency,
+        matmul_fraction=0.6,
+        attention_fraction=0.5,
+        attention_rows=9e3,
+        attention_width=48.0,
+        memory_fraction=0.75,
     )
     kind = replace(gpu_kind("H200"), efficiency=truth)
     stack = Stack("made", memory_traffic=1.2, sharded_traffic=4.0, routing_traffic=5.0, kernel_s=6e-6, loss_traffic=2.2)
@@ -100,6 +105,11 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
             attention = {name: shape[name] for name in ("sequences", "sequence_length", "heads", "kv_heads", "head_dim")}
             found.append(Measurement("attention forward", attention, "bf16", flop_s + rows_s))
             found.append(Measurement("attention backward", attention, "bf16", 3 * flop_s + rows_s))
+            # Heads half as wide, each score of which costs 64 + 48 numbers for 128 + 48: twice as many scores, 14/11 the time.
+            narrow = attention | {"heads": hidden // 64, "kv_heads": hidden // 64, "head_dim": 64}
+            narrow_s = flop_s * 14 / 11
+            found.append(Measurement("attention forward", narrow, "bf16", narrow_s * (1 + 9e3 / (2 * rows))))
+            found.append(Measurement("attention backward", narrow, "bf16", narrow_s * (3 + 9e3 / (2 * rows))))
         head_shape = {"sequences": 2, "sequence_length": 2048, "hidden": hidden, "vocab": 32000}
         head = head_seconds(kind, stack, measured_model(head_shape), 2, 2048, precision="bf16")
         found.append(Measurement("head forward", head_shape, "bf16", head.forward_s))
@@ -110,6 +120,7 @@ def test_the_rates_of_layers_and_of_attention_are_found() -> None:
     assert efficiency.matmul_fraction == pytest.approx(0.6, rel=0.02)
     assert efficiency.attention_fraction == pytest.approx(0.5, rel=0.03)
     assert efficiency.attention_rows == pytest.approx(9e3, rel=0.1)
+    assert efficiency.attention_width == pytest.approx(48.0, rel=0.1)
     assert efficiency.memory_fraction == pytest.approx(0.75, rel=0.02)
     assert fit.bench.stack.memory_traffic == pytest.approx(1.2, rel=0.1)
     assert fit.bench.stack.sharded_traffic == pytest.approx(4.0, rel=0.1)

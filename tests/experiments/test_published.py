@@ -257,7 +257,7 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"model_name": "OLMoE-1B-7B"}, "model_name 'OLMoE-1B-7B', experts whose sizes have no column"),
         ({"ep": 8}, "ep 8, but Llama tiny has no experts"),
         ({"ep": 8, "model_name": "Own model"}, "ep 8, experts whose sizes have no column"),
-        ({"plan_json": "plans/one.json"}, "plan_json is the text of a JSON object itself, and not plans/one.json"),
+        ({"plan_json": "plans/one.json"}, "plan_json is the text of a JSON object itself, but got 'plans/one.json'"),
         ({"plan_json": "{"}, "plan_json, line 1, column 2: ends too early: Expecting property name enclosed in double quotes"),
         ({"num_gpus": 10**9}, "num_gpus 1000000000, but a cluster has at most 100,000"),
     ],

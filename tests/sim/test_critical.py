@@ -21,6 +21,7 @@ from sim.critical import (
     LAUNCHES,
     LINK,
     MESSAGE,
+    ONCE,
     RECOMPUTE,
     REDUCTION,
     WAITING,
@@ -34,7 +35,8 @@ from sim.spec.compile import compile_plan
 from sim.spec.plan import Plan, Stage
 from sim.spec.program import Backward, Forward, OptimizerStep
 from sim.spec.reading import InputError
-from tests.strategies import worlds
+from sim.spec.stack import Stack, stack
+from tests.strategies import stacks, worlds
 from tests.worlds import GivenCost, ethernet_cluster, plan, stage
 
 Taking = Callable[..., None]
@@ -195,7 +197,7 @@ def test_recomputation_is_told_apart() -> None:
 def test_what_a_gpu_waits_for_its_host_is_told_apart() -> None:
     # Kernels that take the GPU next to nothing: it waits for the host nearly all the time, but for the optimizer.
     fast = ethernet_cluster([1], 1e9)
-    late = replace(fast, stack=replace(fast.stack, host_s=1.0, micro_batch_s=3.0))
+    late = replace(fast, stack=replace(fast.stack, host_s=1.0, micro_batch_s=3.0, step_s=7.0))
     bare = plan([[stage("n0/0", (0, 2))]], 2)
     (pipeline,) = bare.pipelines
     again = replace(bare, pipelines=(replace(pipeline, stages=(replace(pipeline.stages[0], recompute="full"),)),))
@@ -206,10 +208,24 @@ def test_what_a_gpu_waits_for_its_host_is_told_apart() -> None:
     for made in (bare, again):
         path = of(made, late)
         shares = {share.activity: share.seconds for share in path.shares if share.cause == HOST}
-        # Two micro-batches, each with what comes once for its forward and its backward.
-        assert shares == {LAUNCHES: pytest.approx(2 * (kernels + 2 * 3.0), rel=1e-6)}
+        # Two micro-batches, each with what comes once for its forward and its backward, and the step.
+        assert shares == {LAUNCHES: pytest.approx(2 * kernels, rel=1e-6), ONCE: pytest.approx(2 * 2 * 3.0 + 7.0, rel=1e-6)}
         assert path.seconds_by_cause[COMPUTE] == pytest.approx(working_s, rel=1e-6)
         assert path.seconds_by_cause[RECOMPUTE] == pytest.approx(simulate(made, late).iteration_s - of(bare, late).iteration_s)
+
+
+@pytest.mark.parametrize("intra_bytes_per_s", [1e9, 1e12])
+@pytest.mark.parametrize("name", ["nemo", "megatron-deepspeed", "deepspeed-amp"])
+def test_launches_are_what_a_host_that_takes_no_time_would_save(name: str, intra_bytes_per_s: float) -> None:
+    # Where collectives of tensor ranks fill the time in which the GPU waits for its host, they would be waited for instead.
+    cluster = ethernet_cluster([4], 1e9, intra_bytes_per_s=intra_bytes_per_s)
+    slow = replace(cluster, stack=stack(name))
+    instant = replace(cluster, stack=replace(stack(name), host_s=0.0, tensor_host_s=0.0))
+    made = plan([[stage("n0/0 n0/1 n0/2 n0/3", (0, 2))]], 3)
+    path = of(made, slow)
+    launches_s = sum(share.seconds for share in path.shares if share.activity == LAUNCHES)
+    assert launches_s == pytest.approx(path.iteration_s - of(made, instant).iteration_s, rel=1e-9, abs=1e-12)
+    assert path.seconds_by_cause[LINK] + path.seconds_by_cause[LATENCY] > 0
 
 
 def test_a_trace_without_spans_is_refused() -> None:
@@ -224,10 +240,10 @@ def test_a_trace_without_spans_is_refused() -> None:
 # --- For every plan --------------------------------------------------------------------------------------------------
 
 
-@given(world=worlds())
+@given(world=worlds(), software=stacks())
 @settings(max_examples=120)
-def test_the_path_covers_the_iteration_once_and_nothing_of_it_is_waiting(world: tuple[Cluster, Plan]) -> None:
-    cluster, made = world
+def test_the_path_covers_the_iteration_once_and_nothing_of_it_is_waiting(world: tuple[Cluster, Plan], software: Stack) -> None:
+    cluster, made = replace(world[0], stack=software), world[1]
     trace = simulate(made, cluster)
     path = critical_path(trace, cluster)
     assert path.segments[0].start_s == 0 and path.segments[-1].end_s == trace.iteration_s

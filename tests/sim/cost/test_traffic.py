@@ -37,7 +37,7 @@ from sim.spec.program import (
 from sim.spec.stack import Stack
 from sim.spec.transformer import Moe, Transformer
 from tests.sim.cost.test_estimate import nearly
-from tests.strategies import worlds
+from tests.strategies import stacks, worlds
 from tests.worlds import ethernet_cluster, simulate_every_lane
 
 RATE = 1e9
@@ -313,27 +313,7 @@ def test_the_estimate_is_the_simulation_however_slow_the_host(
     assert Estimate(given, cluster).iteration_s() == pytest.approx(simulate(given, cluster).iteration_s, rel=1e-9)
 
 
-stacks = st.builds(
-    Stack,
-    st.just("any"),
-    flash_attention=st.booleans(),
-    blocking_messages=st.booleans(),
-    host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
-    tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),
-    ring_step_s=st.sampled_from((0.0, 50e-6)),
-    message_s=st.sampled_from((0.0, 1e-2)),
-    message_nodes=st.sampled_from((0.0, 2.0)),
-    message_lane_nodes=st.sampled_from((0.0, 2.0)),
-    micro_batch_s=st.sampled_from((0.0, 1e-4)),
-    gradient_bytes=st.sampled_from((0.0, 8.0)),
-    tensor_overlap=st.sampled_from((0.0, 0.5, 1.0)),
-    node_collective_scale=st.sampled_from((0.25, 1.0)),
-    collective_scale=st.sampled_from((0.5, 1.0)),
-    overlap_slowdown=st.sampled_from((0.0, 0.2)),
-)
-
-
-@drawn(worlds(), stacks)
+@drawn(worlds(), stacks())
 def test_the_estimate_is_the_simulation_on_any_stack(known: tuple[Cluster, Plan], any_: Stack) -> None:
     cluster, chosen = replace(known[0], stack=any_), known[1]
     estimate = Estimate(chosen, cluster)
@@ -342,7 +322,7 @@ def test_the_estimate_is_the_simulation_on_any_stack(known: tuple[Cluster, Plan]
 
 
 @drawn(
-    any_=stacks,
+    any_=stacks(),
     groups=st.sampled_from(
         (["n0/0", "n1/0"], ["n0/0 n0/1", "n1/0 n1/1", "n2/0 n2/1"], ["n0/0 n1/0", "n2/0 n3/0"], ["n0/0 n0/1"])
     ),
