@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -126,6 +126,23 @@ def constants_table(found: Calibrated) -> Table:
         if told.told:
             table.add_row(told.name, figure(told, told.before), figure(told, told.after), _change(told))
     return table
+
+
+def taken_line(found: Calibrated) -> str | None:
+    """What a bench of a device gave, where nothing was fitted to runs, on one line; None where that is nothing."""
+    names = []
+    kinds = {node.gpu.name: node.gpu for node in found.before.nodes}
+    for kind in {node.gpu.name: node.gpu for node in found.cluster.nodes}.values():
+        pairs = ((kind, kinds.get(kind.name, kind)), (kind.efficiency, kinds.get(kind.name, kind).efficiency))
+        names += [f"{name} of {kind.name}" for after, before in pairs for name in _unlike(after, before)]
+    names += [f"stack.{name}" for name in _unlike(found.cluster.stack, found.before.stack)]
+    return f"taken from the bench: {', '.join(names)}" if names else None
+
+
+def _unlike(one: Any, other: Any) -> list[str]:
+    """The fields in which two records differ, but for words about them and records within."""
+    passed_over = ("name", "source", "efficiency", "aliases")
+    return [f.name for f in fields(one) if f.name not in passed_over and getattr(one, f.name) != getattr(other, f.name)]
 
 
 def not_told_line(found: Calibrated) -> str | None:

@@ -405,7 +405,7 @@ def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 
 def _twice(pipeline: Pipeline) -> Pipeline | str:
     if pipeline.micro_batches % 2:
-        return f"has {pipeline.micro_batches} micro-batches, which do not halve"
+        return f"has {_counted(pipeline.micro_batches, 'micro-batch', 'micro-batches')}, no even number"
     return _resized(pipeline, pipeline.micro_batch * 2, pipeline.micro_batches // 2)
 
 
@@ -413,8 +413,13 @@ def _half(pipeline: Pipeline) -> Pipeline | str:
     for stage in pipeline.stages:
         for replica in stage.replicas:
             if replica.sequences % 2:
-                return f"has a replica that takes {replica.sequences} sequences of each micro-batch, which do not halve"
+                taken = _counted(replica.sequences, "sequence", "sequences")
+                return f"has a replica that takes {taken} of each micro-batch, no even number"
     return _resized(pipeline, pipeline.micro_batch // 2, pipeline.micro_batches * 2)
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _resized(pipeline: Pipeline, micro_batch: int, micro_batches: int) -> Pipeline:

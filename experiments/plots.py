@@ -24,7 +24,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan, Stage
@@ -666,6 +666,10 @@ def plot_parity(points: Sequence[ParityPoint], ax: Axes | None = None, title: st
     return ax
 
 
+_TICKS = ((100.0, (1.0,)), (8.0, (1.0, 2.0, 5.0)), (0.0, tuple(map(float, range(1, 10)))))
+"""By how far the ends of a scale are apart at least: what its ticks are multiples of, by powers of ten."""
+
+
 def _style_parity_axes(ax: Axes, ends: np.ndarray[Any, Any], title: str | None) -> None:
     """Equal logarithmic scales with plain numbers, grid and labels."""
     ax.set_aspect("equal", adjustable="box")
@@ -675,7 +679,10 @@ def _style_parity_axes(ax: Axes, ends: np.ndarray[Any, Any], title: str | None) 
     ax.set_yscale("log")
     ax.set_xlim(*ends)
     ax.set_ylim(*ends)
+    # Where one or two powers of ten say too little, others have labels, too.
+    subs = next((subs for least, subs in _TICKS if ends[1] / ends[0] >= least))
     for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=subs, numticks=20))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     ax.grid(True, which="major", color="#E4E4E4", linewidth=0.8)

@@ -79,10 +79,16 @@ def report_page(found: Findings, title: str, remarks: Sequence[str] = ()) -> str
     return page(title, sections, summary(runs))
 
 
+SENTENCES = ("infeasible", "refusal", "error")
+"""Columns of whole sentences, in which devices may be named: never paths."""
+
+
 def with_short_paths(runs: Sequence[Run]) -> list[Run]:
     """The runs with what all paths of a column have in common, their folder and their ending, left out."""
     cut: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for run in runs for key in run.row):
+        if key in SENTENCES:
+            continue
         values = list(dict.fromkeys(run.row[key] for run in runs if run.row.get(key) is not None))
         if len(values) > 1 and all(isinstance(value, str) and "/" in value for value in values):
             folders = list(PurePath(values[0]).parts[:-1])

@@ -163,6 +163,9 @@ def _check_flags(
         raise InputError("--rename is of the hosts in a log, but --from-log is not given")
 
 
+UNSTEADY = 0.2
+"""Quartiles further apart than this share of the median say that a machine was not idle."""
+
 # --- A device --------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +203,17 @@ def _device_measured(name: str, asked: Sequence[str], quick: bool, plot: Path | 
         tell_error(f"warning: {len(cases) - len(measurements)} measurements are left out, for which memory did not suffice")
     for line in fit.at_bounds:
         tell_error(f"warning: {line}")
+    unsteady = sum(m.spread > UNSTEADY for m in measurements)
+    if unsteady > len(measurements) / 10:
+        tell_error(
+            f"warning: {unsteady} of {len(measurements)} measurements differ by more than {UNSTEADY:.0%} from repeat to repeat: "
+            "something else runs on this machine"
+        )
+    if (threads := fit.bench.threads or 1) > 1:
+        tell_error(
+            f"warning: measured with {threads} threads, as a CPU device of {threads} cores would compute; those that `motley "
+            "discover` writes have one: OMP_NUM_THREADS=1"
+        )
 
 
 def _constants(entries: dict[str, object]) -> str:

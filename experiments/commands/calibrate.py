@@ -143,8 +143,11 @@ def calibrate(
         files.console.print(told.errors_table(found))
     for line in told.sentences(found):
         files.say(line)
-    files.console.print()
-    files.console.print(told.constants_table(found))
+    if any(one.told for one in found.constants):
+        files.console.print()
+        files.console.print(told.constants_table(found))
+    elif (line_of_bench := told.taken_line(found)) is not None:
+        files.say(line_of_bench)
     if (line_of_rest := told.not_told_line(found)) is not None:
         files.say(line_of_rest)
     files.finish()

@@ -200,7 +200,10 @@ def read_stack(name: str, table: Table, base: Stack | None = None) -> Stack:
             continue
         if field.name in STACK_UNITS:
             key, dimension = STACK_UNITS[field.name]
-            values[field.name] = table.quantity(key, dimension, default, zero=True)
+            value = values[field.name] = table.quantity(key, dimension, default, zero=True)
+            least, most = _RANGES[field.name]
+            if not least <= value <= most:
+                raise table.error(key, f"expected a {dimension} of at most {most:g} s, but got {table.text(key)!r}")
         elif isinstance(default, bool):
             values[field.name] = table.flag(field.name, default)
         elif isinstance(default, str):

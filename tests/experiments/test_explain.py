@@ -157,10 +157,10 @@ def test_micro_batches_are_doubled_and_halved_where_they_can_be() -> None:
     doubled = replace(made, pipelines=(replace(pipeline, micro_batch=2, micro_batches=1, stages=stages),))
     assert effect_of(told, "micro-batches twice").iteration_s == simulate(doubled, cluster).iteration_s
     refused = effect_of(told, "micro-batches half")
-    assert refused.iteration_s is None and "takes 1 sequences" in str(refused.reason)
+    assert refused.iteration_s is None and "takes 1 sequence of each micro-batch, no even number" in str(refused.reason)
     back = explain(doubled, cluster)
     assert effect_of(back, "micro-batches half").iteration_s == told.trace.iteration_s
-    assert "has 1 micro-batches" in str(effect_of(back, "micro-batches twice").reason)
+    assert "has 1 micro-batch, no even number" in str(effect_of(back, "micro-batches twice").reason)
 
 
 def test_experts_are_divided_otherwise() -> None:

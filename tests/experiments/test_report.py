@@ -207,6 +207,12 @@ def test_paths_leave_out_what_they_have_in_common() -> None:
     assert [run.row["plan_file"] for run in with_short_paths(runs)] == ["amp/a", "amp/b", "b"]
 
 
+def test_sentences_that_name_devices_are_no_paths() -> None:
+    told = [f"h-0/0 needs {need} GiB but has 79.6 GiB" for need in (226.6, 91.2)]
+    runs = [Run("f", {"infeasible": text, "error": text, "refusal": text}) for text in told]
+    assert [run.row for run in with_short_paths(runs)] == [run.row for run in runs]
+
+
 def test_mfu_bars_are_as_long_as_the_mfu(results: Path) -> None:
     runs = list(findings([results]).runs)[:40]
     (bars,) = mfu_parts(runs, labels(runs))
