@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.cli import run
 from experiments.commands.loop import _Ran, agreement
+from sim.spec.bench import Bench, Measurement, bench_yaml
 from sim.spec.cluster import cluster_yaml, read_cluster
+from sim.spec.gpu import gpu_kind
+from sim.spec.stack import Stack
 from sim.spec.trace import trace_json
 from tests.calibration_runs import MIXED, hidden_factors, measured, random_plans, truth
 
@@ -111,6 +115,20 @@ def test_bad_input_is_one_line_and_exit_code_2(
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
     assert not (tmp_path / "out.yaml").exists()
+
+
+def test_what_a_bench_alone_gives_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = gpu_kind("H200")
+    measured_kind = replace(kind, efficiency=replace(kind.efficiency, matmul_fraction=0.5), memory_bandwidth_bytes_per_s=4e12)
+    launch = Measurement("launch", {"kernels": 200}, "bf16", 4e-4)
+    found = Bench("a GPU", "H200", ("bf16",), None, {}, (launch,), (), measured_kind, Stack("bench", host_s=6e-5))
+    (tmp_path / "b.yaml").write_text(bench_yaml(found))
+    (tmp_path / "c.yaml").write_text("name: one\nnodes:\n  - {name: n, gpu: H200, gpus: 1, intra: nvlink}\n")
+    flags = ["--bench", str(tmp_path / "b.yaml"), "--out", str(tmp_path / "out.yaml")]
+    assert run(["calibrate", "--cluster", str(tmp_path / "c.yaml"), *flags]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "taken from the bench: memory_bandwidth_bytes_per_s of H200, matmul_fraction of H200, stack.host_s" in told
+    assert "before" not in told  # the table of what is fitted to runs
 
 
 def test_a_cluster_without_calibration_has_no_interval(folder: Path, tmp_path: Path) -> None:
