@@ -52,6 +52,9 @@ LARGE_GPUS = 1024
 
 BYTES = "memory"
 
+SLACK = 1.1
+"""A published peak of more than so many times what a device has is a mistake, and not rounding: another unit, or another GPU."""
+
 
 # --- One run ---------------------------------------------------------------------------------------------------------
 
@@ -78,7 +81,9 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     found = []
     for quantity in quantities:
         comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_), assumptions=world.assumed)
-        if quantity == MEMORY:
+        if quantity == MEMORY and (wrong := _too_large(run, cluster)) is not None:
+            comparison = replace(comparison, note=wrong)
+        elif quantity == MEMORY:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
@@ -174,6 +179,15 @@ def _comparison(run: Run, quantity: str | None) -> Comparison:
             *(run.micro_batch, run.global_batch, run.recompute, run.sequence_parallel, run.framework),
         ),
     )
+
+
+def _too_large(run: Run, cluster: Cluster) -> str | None:
+    """What is wrong with a published peak that is more than a device has, as in another unit; None where nothing is."""
+    most = max(node.gpu.memory_bytes for node in cluster.nodes)
+    if measured_peak_bytes(run) <= SLACK * most:
+        return None
+    has = most / _memory_unit_bytes(run)
+    return f"not modelled: peak_mem_gb {run.peak_mem_gb:g} is more than the {has:.1f} GB that a device has"
 
 
 def _peak(run: Run, plan: Plan, cluster: Cluster) -> float:

@@ -222,4 +222,6 @@ def _cell(text: str, column: str) -> Any:
         return value  # there is no network
     if not 0 < value < math.inf:
         raise InputError(f"{column} is a number above 0, or empty, but got {text!r}")
+    if column == "mfu_pct" and value > 100:
+        raise InputError(f"{column} is per cent, at most 100, but got {text!r}")
     return value

@@ -316,6 +316,13 @@ def test_what_is_too_far_from_what_was_measured_is_told_and_no_number() -> None:
     assert found.note == "not modelled: predicted and measured are too far apart"
 
 
+def test_a_peak_that_no_device_has_is_told_and_no_error() -> None:
+    # In MB, as nvidia-smi prints it.
+    time, memory = predict(replace(GPT_22B, peak_mem_gb=62_000.0))
+    assert time.predicted is not None and (memory.predicted, memory.relative_error) == (None, None)
+    assert memory.note.startswith("not modelled: peak_mem_gb 62000 is more than the ") and "that a device has" in memory.note
+
+
 def test_a_run_with_a_bad_cell_is_told_although_nothing_else_is_published() -> None:
     (found,) = predict(
         replace(GPT_22B, iter_time_s=None, bad_cells=("iter_time_s is a number above 0, or empty, but got 'soon'",))

@@ -163,6 +163,13 @@ def test_a_cell_that_is_not_of_its_column_is_told_of_its_row_and_spares_the_othe
     assert modelled(odd, read_assumptions()) == NotModelled(odd, f"not modelled: {said}")
 
 
+def test_more_than_all_of_the_peak_is_no_mfu(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("id,source_key,gpu_type,num_gpus,mfu_pct\na,s,T4,4,420\nb,s,T4,4,42\n")
+    odd, fine = read_runs(path)
+    assert odd.bad_cells == ("mfu_pct is per cent, at most 100, but got '420'",) and fine.mfu_pct == 42
+
+
 def test_words_for_empty_cells_and_flags_are_understood(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     flags = ["TRUE", "yes", "1.0", "False", "off", "0", "n/a", "-", "NaN"]
