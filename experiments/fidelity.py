@@ -81,7 +81,7 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     found = []
     for quantity in quantities:
         comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_), assumptions=world.assumed)
-        if quantity == MEMORY and (wrong := _too_large(run, cluster)) is not None:
+        if quantity == MEMORY and (wrong := _impossible_peak(run, cluster)) is not None:
             comparison = replace(comparison, note=wrong)
         elif quantity == MEMORY:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
@@ -181,7 +181,7 @@ def _comparison(run: Run, quantity: str | None) -> Comparison:
     )
 
 
-def _too_large(run: Run, cluster: Cluster) -> str | None:
+def _impossible_peak(run: Run, cluster: Cluster) -> str | None:
     """What is wrong with a published peak that is more than a device has, as in another unit; None where nothing is."""
     most = max(node.gpu.memory_bytes for node in cluster.nodes)
     if measured_peak_bytes(run) <= SLACK * most:

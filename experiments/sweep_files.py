@@ -246,10 +246,9 @@ def _whole_experts(value: object) -> int | None:
     return None if value is None else 1
 
 
-_WHOLE = "a whole number of at least 1"
 DIVISIONS: Mapping[str, tuple[str, Callable[[object], int | None], str]] = {
     "zero_stages": ("zero_stage", _whole(min(ZERO_STAGES), max(ZERO_STAGES)), f"one of {', '.join(map(str, ZERO_STAGES))}"),
-    "expert_parallels": ("expert_parallel", _whole(1), _WHOLE),
+    "expert_parallels": ("expert_parallel", _whole(1), "a whole number of at least 1"),
     "expert_tensor_parallels": (
         "expert_tensor_parallel",
         _whole_experts,

@@ -328,10 +328,10 @@ class _Walk:
             (HOST, name, ONCE),
             (LINK, link, INSIDE),
         )
-        ends = accumulate(shares, initial=0.0)
-        next(ends)
         parts = [
-            (start_s + until * work_s, *place) for until, share, place in zip(ends, shares, places, strict=True) if share > 0
+            (start_s + until * work_s, *place)
+            for until, share, place in zip(accumulate(shares), shares, places, strict=True)
+            if share > 0
         ]
         if host_s > 0:
             parts.append((start_s + work_s + host_s, HOST, name, MESSAGE))
