@@ -17,9 +17,9 @@ from sim.spec.trace import Trace
 MOST_ALTERNATIVES = 3
 """So many are simulated and shown."""
 
-CAUSES = ("compute", "bubble", "network", "recompute")
+CAUSES = ("compute", "host", "bubble", "network", "recompute")
 
-NO_BOUND = Bound(iteration_s=0.0, compute_s=0.0, bubble_s=0.0, network_s=0.0, recompute_s=0.0)
+NO_BOUND = Bound(iteration_s=0.0, compute_s=0.0, host_s=0.0, bubble_s=0.0, network_s=0.0, recompute_s=0.0)
 
 
 @dataclass(frozen=True)

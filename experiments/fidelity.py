@@ -87,7 +87,8 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
-            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=ESTIMATE)
+            notes = "; ".join(filter(None, (note, _fraction_in_place_of_per_cent(run, quantity, predicted))))
+            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=ESTIMATE, note=notes)
         if not math.isfinite(comparison.relative_error or 0.0):
             comparison = replace(_comparison(run, quantity), note="not modelled: predicted and measured are too far apart")
         found.append(comparison)
@@ -188,6 +189,14 @@ def _impossible_peak(run: Run, cluster: Cluster) -> str | None:
         return None
     has = most / _memory_unit_bytes(run)
     return f"not modelled: peak_mem_gb {run.peak_mem_gb:g} is more than the {has:.1f} GB that a device has"
+
+
+def _fraction_in_place_of_per_cent(run: Run, quantity: str, predicted: float) -> str:
+    """What is probably wrong with a share below one per cent, where a hundred times as much is nearer; empty where nothing is."""
+    measured = _measured(run, quantity)
+    if not quantity.endswith("_pct") or measured is None or measured >= 1 or predicted < 10 * measured:
+        return ""
+    return f"{quantity} {measured:g} is less than one per cent; perhaps a fraction, for {100 * measured:g}"
 
 
 def _peak(run: Run, plan: Plan, cluster: Cluster) -> float:

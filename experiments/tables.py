@@ -338,11 +338,11 @@ def outlay_line(outlay: Outlay, plan: Plan) -> str:
 def bound_line(iteration_s: float, bound_s: float | None, split: Mapping[str, float] | None = None) -> str | None:
     """How far the plan is from the best possible at most; None where no bound is known.
 
-    `split` is what the gap is made of, as fractions of the iteration that sum to it.
+    `split` is what the gap is made of, as fractions of the iteration that sum to it; parts that are none are left out.
     """
     if bound_s is None:
         return None
-    parts = ", ".join(f"{name} {per_cent(part, 1)}" for name, part in (split or {}).items())
+    parts = ", ".join(f"{name} {per_cent(part, 1)}" for name, part in (split or {}).items() if part)
     gap = per_cent(1 - bound_s / iteration_s, 1)
     return f"no plan on all GPUs takes less than {seconds(bound_s)}: the gap is {gap} of the iteration" + (
         f" ({parts})" if parts else ""
@@ -610,6 +610,9 @@ MOST_REASONS = 12
 NAMED = 2
 """So many runs are named for each reason."""
 
+EACH, FARTHEST = 40, 10
+"""So many comparisons at most stand one by one; of more those that are farthest off."""
+
 _ERRORS = {
     "mean %": "mean_absolute_relative_error",
     "median %": "median_absolute_relative_error",
@@ -632,6 +635,7 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
     )
     found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
     found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.held_out_checks)))
+    found.append(run_cells(told.held_out))
     found.append(("Runs that are not modelled", reason_cells(told.held_out)))
     return [(title, cells) for title, cells in found if len(cells) > 1]
 
@@ -640,7 +644,7 @@ def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[st
     """A row per source, that with most compared runs first, and one of all together; errors are absolute, but for the bias.
 
     Errors that are not those of iteration times say of what they are; a source with several speeds has a row for each. Memory has
-    columns of its own.
+    columns of its own. Those of tau and of memory are there where some source has it.
     """
     headings = (
         "source",
@@ -654,7 +658,9 @@ def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[st
         "memory median %",
     )
     ordered = sorted(summaries.items(), key=lambda entry: (-entry[1]["count"], -entry[1]["runs"]))
-    return [headings, *(row for source, told in (*ordered, ("all", overall)) for row in _source_rows(source, told))]
+    rows = [row for source, told in (*ordered, ("all", overall)) for row in _source_rows(source, told)]
+    bare = [i for i in range(headings.index("tau"), len(headings)) if all(row[i] in ("-", "0", "") for row in rows)]
+    return [tuple([cell for i, cell in enumerate(row) if i not in bare]) for row in (headings, *rows)]
 
 
 def _source_rows(source: str, told: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -717,6 +723,26 @@ def fit_cells(checks: Sequence[FitCheck]) -> Cells:
         for group, entry in groups.items()
     ]
     return [("source", "what happened", "judged", "said right", "right %", "not modelled"), *rows]
+
+
+def run_cells(comparisons: Iterable[Comparison]) -> tuple[str, Cells]:
+    """A row per comparison with its title, that farthest off first, where there are few; of many the first of these."""
+    found = [(abs(error), c) for c in comparisons if (error := c.relative_error) is not None]
+    found.sort(key=lambda entry: -entry[0])
+    title = "Run by run, what is farthest off first"
+    if len(found) > EACH:
+        title, found = f"The {FARTHEST} figures that are farthest off, of {len(found):,}", found[:FARTHEST]
+    rows = [
+        (c.id, c.quantity or "", _figure(c.measured), _figure(c.predicted), _points(c.relative_error, signed=True), c.note)
+        for _, c in found
+    ]
+    noted = 6 if any(c.note for _, c in found) else 5
+    return title, [row[:noted] for row in [("run", "compared in", "measured", "predicted", "error %", "note"), *rows]]
+
+
+def _figure(value: float | None) -> str:
+    """Four digits of a figure, whose unit its quantity names."""
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS) -> Cells:

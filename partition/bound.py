@@ -111,12 +111,14 @@ ROUNDING = 1e-9
 class Bound:
     """The least seconds of an iteration, and what they are made of: the parts sum to the whole.
 
-    Each part but the first is what its reason adds to those before it, in the order compute, recompute, bubble, network.
+    Each part but the first is what its reason adds to those before it, in the order compute, host, recompute, bubble, network.
     """
 
     iteration_s: float
     compute_s: float
     """Of all GPUs, each at its best rate and never waiting."""
+    host_s: float
+    """What comes once for each step."""
     bubble_s: float
     """Of filling and draining, and of micro-batches that are small so that this does not take longer."""
     network_s: float
@@ -135,6 +137,8 @@ class Gap:
     total: float
     compute: float
     """Slower shapes of work than the best, and GPUs that are left out."""
+    host: float
+    """GPUs that wait for their host, also for an optimizer step in its memory, and what comes once for each pass and step."""
     bubble: float
     """Lanes that wait, be it for others that have more to do."""
     network: float
@@ -275,10 +279,10 @@ def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
     stepped_bytes = _stepped_parameters(model) * optimizer_bytes(job.precision, job.gradient_precision, job.optimizer)
     step = min(_step_s(cluster, job, kind, stepped_bytes) / seconds.layer_s for kind, seconds in kinds.items())
     work = batch * (model.layers + min(ends))
-    compute_s = once_s + (work + step) / rate
+    compute_s = (work + step) / rate
     again = batch * min(_recomputed(job, cluster, seconds, spilled) / seconds.layer_s for seconds in kinds.values())
     recompute_s = again / rate
-    busy_s = compute_s + recompute_s
+    busy_s = compute_s + once_s + recompute_s
     reached_s = busy_s
     filling = Filling(cluster, job, counts)
     path_s = once_s + _path_s(cluster, job, kinds, counts.total())
@@ -289,7 +293,7 @@ def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
         reached_s = max(reached_s, network_s(islands, job, work, max(ends), once_s, busy_s))
         divisions = Divisions(islands, job, max(*ends, filling.head_layers), once_s, filling, steady)
         reached_s = filling.least_s(once_s, reached_s, divisions)
-    return Bound(reached_s, compute_s, full_s - busy_s, reached_s - full_s, recompute_s)
+    return Bound(reached_s, compute_s, once_s, full_s - busy_s, reached_s - full_s, recompute_s)
 
 
 def _steady(
@@ -375,12 +379,13 @@ def gap(bound: Bound, trace: Trace, cluster: Cluster) -> Gap:
     }
     rate = sum(rates.get(device.gpu, 0.0) for device in cluster.devices)
     spent = _spent(trace, cluster)
-    computing = bubble = network = again = used = 0.0
+    computing = host = bubble = network = again = used = 0.0
     for lane, devices in trace.lanes.items():
         share = sum(rates.get(cluster.device(name).gpu, 0.0) for name in devices) / rate
         busy_s, communication_s, idle_s = spent[0][lane]
-        computed_s, recomputed_s = spent[1][lane]
-        computing += share * (computed_s - recomputed_s)
+        computed_s, recomputed_s, hosted_s = spent[1][lane]
+        computing += share * (computed_s - recomputed_s - hosted_s)
+        host += share * hosted_s
         network += share * (communication_s + busy_s - computed_s)
         again += share * recomputed_s
         bubble += share * idle_s
@@ -388,6 +393,7 @@ def gap(bound: Bound, trace: Trace, cluster: Cluster) -> Gap:
     computing += (1 - used) * seconds
     parts = (
         (computing, bound.compute_s),
+        (host, bound.host_s),
         (bubble, bound.bubble_s),
         (network, bound.network_s),
         (again, bound.recompute_s),
@@ -395,8 +401,10 @@ def gap(bound: Bound, trace: Trace, cluster: Cluster) -> Gap:
     return Gap(1 - bound.iteration_s / seconds, *((lost - least) / seconds for lost, least in parts))
 
 
-def _spent(trace: Trace, cluster: Cluster) -> tuple[Mapping[str, tuple[float, float, float]], Mapping[str, tuple[float, float]]]:
-    """How each lane spent its time, and how long it computed, without collectives, in all and to recompute."""
+def _spent(
+    trace: Trace, cluster: Cluster
+) -> tuple[Mapping[str, tuple[float, float, float]], Mapping[str, tuple[float, float, float]]]:
+    """How each lane spent its time, and how long it computed without collectives: in all, to recompute, else for the host."""
     plan = trace.plan
     bare = replace(
         plan,
@@ -406,11 +414,14 @@ def _spent(trace: Trace, cluster: Cluster) -> tuple[Mapping[str, tuple[float, fl
     )
     cost, without = ComputeCost(plan, cluster), ComputeCost(bare, cluster)
     lanes = {lane.name: lane for lane in lanes_of(plan)[0]}
-    computed = dict.fromkeys(lanes, (0.0, 0.0))
+    computed = dict.fromkeys(lanes, (0.0, 0.0, 0.0))
     for span in trace.spans:
         instruction = span.instruction
         if isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
-            lane, (all_s, again_s) = lanes[span.lane], computed[span.lane]
-            taken_s = cost.seconds(lane, instruction)
-            computed[span.lane] = all_s + taken_s, again_s + taken_s - without.seconds(lane, instruction)
+            lane, (all_s, again_s, host_s) = lanes[span.lane], computed[span.lane]
+            taken_s, bare_s = cost.seconds(lane, instruction), without.seconds(lane, instruction)
+            hosted_s = bare_s if without.is_hosts(lane, instruction) else without.once_s(lane, instruction)
+            if not isinstance(instruction, OptimizerStep):
+                hosted_s += without.gap_s(lane, instruction)
+            computed[span.lane] = all_s + taken_s, again_s + taken_s - bare_s, host_s + hosted_s
     return lane_use(trace), computed

@@ -323,7 +323,7 @@ class _Walk:
         shares = self._shares(lane, instruction)
         places = (
             (RECOMPUTE, name, activity),
-            (COMPUTE, name, activity),
+            (HOST if self._cost.is_hosts(lane, instruction) else COMPUTE, name, activity),
             (HOST, name, LAUNCHES),
             (HOST, name, ONCE),
             (LINK, link, INSIDE),

@@ -114,6 +114,9 @@ class GivenCost:
         """None of them."""
         return 0.0
 
+    def is_hosts(self, lane: Lane, instruction: Compute | OptimizerStep) -> bool:
+        return False
+
     def collectives(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[TensorCollective, ...]:
         """None."""
         return ()

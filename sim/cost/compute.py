@@ -289,6 +289,17 @@ class ComputeCost:
             return self.stack.step_s
         return self._comes_once(lane, instruction) * self.stack.micro_batch_s
 
+    def is_hosts(self, lane: Lane, instruction: Compute | OptimizerStep) -> bool:
+        """Whether an instruction is its host's work: an optimizer step of states in host memory, unless the device is a CPU."""
+        return isinstance(instruction, OptimizerStep) and bool(self._hosts(lane))
+
+    def _hosts(self, lane: Lane) -> list[Node]:
+        """The nodes in whose memory a lane's optimizer states are."""
+        if not self.plan.offload_optimizer:
+            return []
+        nodes = [self.cluster.device(name).node for name in lane.devices]
+        return [node for node in nodes if not is_cpu(node.gpu)]  # a CPU is its own host: nothing moves
+
     def _both_s(self, lane: Lane, instruction: Compute) -> tuple[float, float]:
         """Seconds of the GPU for an instruction's computation, and of the host to launch all of it."""
         key = _key(lane, instruction, "compute time")
@@ -383,9 +394,7 @@ class ComputeCost:
         if lane.head and not lane.embedding:
             parameters += tied_copy_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
         num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
-        nodes = [self.cluster.device(name).node for name in lane.devices] if plan.offload_optimizer else []
-        hosts = [node for node in nodes if not is_cpu(node.gpu)]  # a CPU is its own host: nothing moves
-        if hosts:
+        if hosts := self._hosts(lane):
             return self.stack.step_s + max(
                 host_step_s(node, parameters, plan.precision, plan.gradient_precision, plan.optimizer) for node in hosts
             )

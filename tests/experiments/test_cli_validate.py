@@ -128,6 +128,25 @@ def test_a_source_with_times_and_rates_has_a_row_for_each(motley: Motley, world:
         assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity})", "", "", "1"] in rows
 
 
+def test_few_runs_stand_one_by_one_and_of_many_those_farthest_off(motley: Motley, world: World) -> None:
+    rows = [f"v-{n},vtrain_single,t,{SHAPE},1,1,8,full,fp16,{0.1 * n:.1f},," for n in range(1, 42)]
+    few = motley("validate", "--runs", world.write("few.csv", "\n".join([COLUMNS, *rows[:3]]) + "\n"), "--jobs", 1).out
+    lines = few[few.index("Run by run") :].splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("v-")] == [[f"v-{n}", "iter_time_s"] for n in (3, 2, 1)]
+    many = motley("validate", "--runs", world.write("many.csv", "\n".join([COLUMNS, *rows]) + "\n"), "--jobs", 1).out
+    lines = many[many.index("The 10 figures that are farthest off, of 41") :].splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("v-")] == [f"v-{n}" for n in range(41, 31, -1)]
+
+
+def test_a_share_that_is_probably_a_fraction_is_told(motley: Motley, world: World) -> None:
+    columns = COLUMNS.replace("tflops_per_gpu", "mfu_pct")
+    rows = [f"v-1,vtrain_single,t,{SHAPE},1,1,8,full,fp16,,0.4,", f"v-2,vtrain_single,t,{SHAPE},1,1,8,full,fp16,,40,"]
+    ran = motley("validate", "--runs", world.write("runs.csv", "\n".join([columns, *rows]) + "\n"), "--json", "-", "--jobs", 1)
+    found = json.loads(ran.out)["runs"]
+    assert [row["note"] for row in found] == ["mfu_pct 0.4 is less than one per cent; perhaps a fraction, for 40", ""]
+    assert found[0]["predicted"] == found[1]["predicted"] > 4
+
+
 def test_where_there_is_nothing_to_draw_the_rest_is_written(motley: Motley, world: World) -> None:
     memory = ROWS[1].replace("0.2,,10", ",,10")
     only, page = world.write("memory.csv", f"{COLUMNS}\n{memory}\n"), world.folder / "page.md"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 import partition
-from partition.bound import Bound, gap, lower_bound
+from partition.bound import Bound, Gap, gap, lower_bound
 from sim.cost.feasibility import infeasible
 from sim.cost.memory import peak_bytes
 from sim.engine import simulate
@@ -21,6 +21,7 @@ from sim.spec.gpu import gpu_kind
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, read_plan
+from sim.spec.program import OptimizerStep
 from sim.spec.reading import InputError
 from sim.spec.transformer import Moe, Transformer, transformer
 from tests.partition.small_worlds import SMALL, TINY, cluster, job, mixed, node
@@ -35,9 +36,9 @@ def bound(on: Cluster, work: Job) -> Bound:
     """The bound, where there is one."""
     found = lower_bound(on, work)
     assert isinstance(found, Bound), found
-    parts = found.compute_s + found.bubble_s + found.network_s + found.recompute_s
+    parts = found.compute_s + found.host_s + found.bubble_s + found.network_s + found.recompute_s
     assert found.iteration_s == pytest.approx(parts, rel=1e-12)
-    assert min(found.compute_s, found.bubble_s, found.network_s, found.recompute_s) >= 0
+    assert min(found.compute_s, found.host_s, found.bubble_s, found.network_s, found.recompute_s) >= 0
     return found
 
 
@@ -264,9 +265,11 @@ def check(on: Cluster, plan: Plan) -> None:
         assert least.iteration_s <= trace.iteration_s * CLOSE
     found = gap(least, trace, on)
     assert found.total == pytest.approx(1 - least.iteration_s / trace.iteration_s, rel=1e-9)
-    assert found.compute + found.bubble + found.network + found.recompute == pytest.approx(found.total, abs=1e-9)
+    parts = found.compute + found.host + found.bubble + found.network + found.recompute
+    assert parts == pytest.approx(found.total, abs=1e-9)
     assert found.recompute >= -least.recompute_s / trace.iteration_s - 1e-12
-    assert found.compute >= -1e-11  # a sum over thousands of spans is not exact to the last digits
+    if not plan.offload_optimizer:  # else the bound's GPUs step, where the plan's hosts do
+        assert found.compute >= -1e-11  # a sum over thousands of spans is not exact to the last digits
 
 
 # Of these a test that is slow tries many more, below.
@@ -416,3 +419,28 @@ def test_the_parts_of_a_gap_are_where_a_plan_loses_time() -> None:
     assert piped["bubble"] == max(piped["bubble"], piped["compute"], piped["network"], piped["recompute"])
     tensor = lost(Stage((Replica(("a/0", "a/1"), 1),), ((0, 8),)))
     assert tensor["network"] > 0 == tensor["recompute"]
+    assert alone["host"] == recomputed["host"] == piped["host"] == tensor["host"] == 0  # the ideal stack has an instant one
+
+
+def test_what_a_host_takes_is_a_part_of_its_own() -> None:
+    """By hand: 20 ms a pass and 50 a step, of one GPU with two micro-batches; then a host that takes 1 ms a launch."""
+    on, slow = cluster(node("a", "A100-80GB-SXM", 1)), {"micro_batch_s": 0.02, "step_s": 0.05}
+    work = job(batch=2)
+    plan = Plan("world", TINY, work.sequence_length, 2, (Pipeline(1, 2, (Stage((Replica(("a/0",), 1),), ((0, 8),)),)),))
+
+    def lost(**fields: float) -> tuple[Bound, Gap, float]:
+        slowed = replace(on, stack=replace(on.stack, **fields))
+        trace, least = simulate(plan, slowed), bound(slowed, work)
+        return least, gap(least, trace, slowed), trace.iteration_s
+
+    (least, found, seconds), (_, without, before_s) = lost(**slow), lost()
+    assert least.host_s == 0.05 and seconds - before_s == pytest.approx(4 * 0.02 + 0.05)
+    assert found.host * seconds == pytest.approx(4 * 0.02)  # the step's is the bound's, too
+    assert without.host == 0 and found.compute * seconds == pytest.approx(without.compute * before_s)
+    offloading = replace(plan, offload_optimizer=True)
+    trace = simulate(offloading, on)
+    (step_s,) = (span.end_s - span.start_s for span in trace.spans if isinstance(span.instruction, OptimizerStep))
+    assert gap(bound(on, work), trace, on).host * trace.iteration_s == pytest.approx(step_s)
+    least, waiting, seconds = lost(host_s=1e-3)
+    assert waiting.host * seconds == pytest.approx(seconds - before_s, rel=1e-6)
+    assert waiting.compute * seconds == pytest.approx(without.compute * before_s, rel=1e-6)

@@ -214,6 +214,16 @@ def test_what_a_gpu_waits_for_its_host_is_told_apart() -> None:
         assert path.seconds_by_cause[RECOMPUTE] == pytest.approx(simulate(made, late).iteration_s - of(bare, late).iteration_s)
 
 
+def test_an_optimizer_step_in_host_memory_is_the_hosts() -> None:
+    cluster = ethernet_cluster([1], 1e9)
+    own = plan([[stage("n0/0", (0, 2))]], 2)
+    offloading = replace(own, offload_optimizer=True)
+    more_s = simulate(offloading, cluster).iteration_s - simulate(own, cluster).iteration_s
+    for made, cause in ((own, COMPUTE), (offloading, HOST)):
+        assert [share.cause for share in of(made, cluster).shares if share.activity == "optimizer"] == [cause]
+    assert of(offloading, cluster).seconds_by_cause[HOST] > more_s > 0
+
+
 @pytest.mark.parametrize("intra_bytes_per_s", [1e9, 1e12])
 @pytest.mark.parametrize("name", ["nemo", "megatron-deepspeed", "deepspeed-amp"])
 def test_launches_are_what_a_host_that_takes_no_time_would_save(name: str, intra_bytes_per_s: float) -> None:
