@@ -1,16 +1,18 @@
 """Deals: layouts of equal pipelines, described by few choices, so that a search that tries them one by one ends soon.
 
-The nodes of a cluster are rows, those that are alike together. Each row has a tensor-parallel degree, or is left out; its groups
-are dealt to the pipelines in equal parts, and the rows stand in the order of the stages. So a deal is an order of rows, their
-degrees, a number of pipelines and what holds for all of them. From a start, `Deals.descended` takes whatever single change
-helps, until none does: first those that keep rows or join them, then, if they are asked for, zero-bubble schedules, then those
-that cut a row in two, so that a part of its GPUs has another degree or place, or is left out.
+The nodes of a cluster are rows, those that are alike together; where one has a few GPUs more than most of its sort, these are a
+row of their own. Each row has a tensor-parallel degree, or is left out; its groups are dealt to the pipelines in equal parts, and
+the rows stand in the order of the stages. So a deal is an order of rows, their degrees, a number of pipelines and what holds for
+all of them. From a start, `Deals.descended` takes whatever single change helps, until none does: first those that keep rows or
+join them, then, if they are asked for, zero-bubble schedules, then those that cut a row in two, so that a part of its GPUs has
+another degree or place, or is left out.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +22,7 @@ import numpy as np
 
 from partition.assembly import Groups
 from partition.batches import divisors
-from partition.drafts import Settings, degrees
+from partition.drafts import Settings, degrees, fits_heads
 from partition.graph import DeviceGraph
 from partition.pricing import Devices
 from sim.spec.cluster import Node
@@ -64,6 +66,9 @@ PARTS = 8
 
 SHUFFLED = 0.5
 """The share of random deals whose other rows stand in random order; in the rest they are as the path has them, or reversed."""
+
+FEW_MORE = 0.5
+"""GPUs that a node has more than most of its sort are a row of their own where they are less than this share of the others."""
 
 KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
@@ -134,25 +139,38 @@ class Deals:
         self.schedules = tuple(entry for entry in SCHEDULES if len(nodes) > 1 or not entry[1])
         """Those that are tried: no message leaves the only node."""
         self.slices = tuple(slices for slices in slice_counts(job.sequence_length) if slices in SLICES)
-        kinds = {node.name: replace(node, name="", rack=None) for node in nodes}
-        alike: dict[Node, list[Devices]] = {}
+        kinds = _alike(nodes)
+        alike: dict[tuple[Node, int], list[Devices]] = {}
         for name in order:
-            alike.setdefault(kinds[name], []).append(devices[name])
+            most = kinds[name].gpus
+            for part in (devices[name][:most], devices[name][most:]):
+                if part:
+                    alike.setdefault((kinds[name], len(part)), []).append(part)
         self._rows = [tuple(held) for held in alike.values()]
-        self._sort = {name: sort for sort, node in enumerate(alike) for name in order if kinds[name] == node}
+        self._spare = [len(held[0]) < node.gpus for (node, _), held in alike.items()]
+        """Of each row, whether it is what some nodes have more than most of their sort."""
+        sorts = list(dict.fromkeys(node for node, _ in alike))
+        self._sort = {name: sorts.index(kinds[name]) for name in order}
         self._grouped: dict[tuple[Devices, int], list[Devices]] = {}
 
     def starts(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
-        """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow."""
+        """Deals of so many pipelines in which all rows have one degree, or the largest below it that they allow.
+
+        The GPUs that some nodes have more than most are left out first, and then not.
+        """
         allowed = [self._degrees(nodes) for nodes in self._rows]
         for degree in sorted({degree for some in allowed for degree in some}):
             rows = tuple(Row(nodes, max(d for d in some if d <= degree)) for nodes, some in zip(self._rows, allowed, strict=True))
-            for dealing in DEALINGS if pipelines > 1 else DEALINGS[:1]:
-                yield Deal(rows, pipelines, dealing, 1, settings)
+            without = tuple(Row(row.nodes, 0) if spare else row for row, spare in zip(rows, self._spare, strict=True))
+            for dealt in dict.fromkeys((without, rows)):
+                for dealing in DEALINGS if pipelines > 1 else DEALINGS[:1]:
+                    yield Deal(dealt, pipelines, dealing, 1, settings)
 
     def few(self, pipelines: int, settings: Settings) -> Iterator[Deal]:
         """Deals of so many pipelines on some nodes of one row, half of them, a quarter, ...: all others are left out."""
         for i, nodes in enumerate(self._rows):
+            if self._spare[i]:
+                continue
             others = [Row(row, 0) for n, row in enumerate(self._rows) if n != i]
             for count in sorted({max(1, len(nodes) >> halvings) for halvings in range(len(nodes).bit_length())}):
                 left = [Row(nodes[count:], 0)] if count < len(nodes) else []
@@ -162,8 +180,10 @@ class Deals:
     def drawn(self, pipelines: int, rng: np.random.Generator, short: bool = False, slices: bool = True) -> Deal:
         """A random deal of so many pipelines: one row in two parts, all others between them, each of any degree.
 
-        Where memory is short some have the optimizer's states in the hosts' memory. With `slices` some cut sequences.
+        Where memory is short some have the optimizer's states in the hosts' memory. With `slices` some cut sequences. What some
+        nodes have more than most is left out half of the time.
         """
+        spare = {nodes for nodes, spare in zip(self._rows, self._spare, strict=True) if spare}
         cut = int(rng.integers(len(self._rows)))
         nodes, others = self._rows[cut], [row for i, row in enumerate(self._rows) if i != cut]
         at = int(rng.integers(len(nodes) + 1)) if len(nodes) < PARTS else int(rng.integers(PARTS + 1)) * len(nodes) // PARTS
@@ -175,7 +195,8 @@ class Deals:
         rows = []
         for part in parts:
             allowed = self._degrees(part)
-            rows.append(Row(part, allowed[int(rng.integers(len(allowed)))]))
+            degree = allowed[int(rng.integers(len(allowed)))]
+            rows.append(Row(part, 0 if part in spare and rng.random() < 0.5 else degree))
         schedules = (*self.schedules, (SPLIT_SCHEDULES[-1], 0))
         schedule, ahead = schedules[int(rng.integers(len(schedules)))]
         settings = Settings(schedule, 1, bool(rng.random() < 0.5), short and bool(rng.random() < OFFLOADED), ahead=ahead)
@@ -206,8 +227,10 @@ class Deals:
         return Row(nodes, max((allowed for allowed in self._degrees(nodes) if allowed <= degree), default=0))
 
     def _degrees(self, nodes: Sequence[Devices]) -> list[int]:
-        """The degrees that a row may have."""
-        return degrees(self._job, min(map(len, nodes)))
+        """The degrees that a row may have: those that divide a node's GPUs, and powers of two, which may leave some out."""
+        most = min(map(len, nodes))
+        powers = [1 << n for n in range(most.bit_length()) if fits_heads(self._job, 1 << n)]
+        return sorted({*degrees(self._job, most), *powers})
 
     def _groups(self, devices: Devices, degree: int) -> list[Devices]:
         """A node's devices in groups of a degree."""
@@ -360,6 +383,23 @@ class Deals:
             if score_s(made, math.inf) < math.inf:
                 return made
         return deal
+
+
+def _alike(nodes: Sequence[Node]) -> dict[str, Node]:
+    """What nodes are like, by name: alike are those that differ in their names, and in a few GPUs more than most have, alone."""
+    sorts = {node.name: replace(node, name="", rack=None, gpus=1) for node in nodes}
+    numbers: dict[Node, Counter[int]] = {}
+    for node in nodes:
+        numbers.setdefault(sorts[node.name], Counter())[node.gpus] += 1
+    everywhere = Counter(node.gpus for node in nodes)
+    found = {}
+    for node in nodes:
+        sort = sorts[node.name]
+        # Where none of a sort is like another, what is usual is what nodes of other sorts have.
+        known = numbers[sort] if max(numbers[sort].values()) > 1 else everywhere
+        usual = min(known, key=lambda gpus: (-known[gpus], gpus))
+        found[node.name] = replace(sort, gpus=usual if usual < node.gpus < usual + FEW_MORE * usual else node.gpus)
+    return found
 
 
 def changed_zero(settings: Settings) -> Settings | None:

@@ -393,6 +393,8 @@ def _gains(frame: pandas.DataFrame, cluster: str) -> list[_Gain]:
     for row in _rows(frame, MORE, cluster):
         groups.setdefault((row["added"], int(row["added_gpus"])), []).append(row)
     before, before_s = groups.pop((NOTHING, 0)), best_known_s(frame, cluster)
+    with_mfu = {key: next((row for row in rows if row["mfu"] > 0), rows[0]) for key, rows in groups.items()}
+    bare = next((row for row in before if row["mfu"] > 0), before[0])  # what is known may no longer fit, as GPUs are reckoned now
 
     def per_peak(row: _Row) -> float:
         return float(row["mfu"] * row["iteration_s"])  # the model's FLOP over the cluster's peak
@@ -405,8 +407,8 @@ def _gains(frame: pandas.DataFrame, cluster: str) -> list[_Gain]:
             kind,
             gpus,
             tuple(before_s / row["iteration_s"] - 1 for row in after),
-            per_peak(before[0]) / per_peak(after[0]) - 1,
-            price(after[0]) / price(before[0]) - 1,
+            per_peak(bare) / per_peak(with_mfu[kind, gpus]) - 1,
+            price(with_mfu[kind, gpus]) / price(bare) - 1,
         )
         for (kind, gpus), after in groups.items()
     ]

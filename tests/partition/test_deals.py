@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -11,21 +12,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partition.deals import DEALINGS, Deal, Deals, Row, Score, shared_out
-from partition.drafts import Settings, degrees
+from partition.drafts import Settings, fits_heads
 from partition.graph import DeviceGraph
+from partition.pricing import Devices
 from sim.cost.network import Network
 from sim.spec.cluster import Cluster
 from tests.partition.small_worlds import cluster, job, node
 
 KINDS = ("RTX4090", "RTX3090", "RTX3080Ti")
-worlds = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from((1, 2, 4, 6, 8))), min_size=1, max_size=5).map(
-    lambda sizes: cluster(*(node(f"n{i}", kind, gpus) for i, (kind, gpus) in enumerate(sizes)))
-)
+
+
+def worlds_of(*sizes: int) -> st.SearchStrategy[Cluster]:
+    """Clusters of a few nodes of these numbers of GPUs."""
+    return st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(sizes)), min_size=1, max_size=5).map(
+        lambda drawn: cluster(*(node(f"n{i}", kind, gpus) for i, (kind, gpus) in enumerate(drawn)))
+    )
+
+
+worlds = worlds_of(1, 2, 4, 6, 7, 8, 9)
 
 
 def deals_of(world: Cluster) -> Deals:
     memory = {device.name: float(device.gpu.memory_bytes) for device in world.devices}
     return Deals(DeviceGraph(Network(world), world.nodes), job(batch=64), world.nodes, memory, 0)
+
+
+def allowed(nodes: Sequence[Devices]) -> list[int]:
+    """The degrees of a row: what divides its GPUs of a node, and powers of two, as far as the model's heads allow."""
+    most = min(map(len, nodes))
+    return [d for d in range(1, most + 1) if (most % d == 0 or d in (1, 2, 4, 8)) and fits_heads(job(), d)]
 
 
 def a_deal(deals: Deals, pipelines: int, seed: int, changes: int) -> Deal:
@@ -44,7 +59,7 @@ def devices_of(deal: Deal, used: bool = False) -> list[str]:
 
 
 @settings(deadline=None, max_examples=50)
-@given(worlds, st.integers(1, 3))
+@given(worlds_of(1, 2, 4, 8), st.integers(1, 3))
 def test_deals_of_few_nodes_have_all_of_a_kind_or_a_half_or_a_quarter(world: Cluster, pipelines: int) -> None:
     found: dict[object, set[int]] = {}
     for deal in deals_of(world).few(pipelines, Settings()):
@@ -58,6 +73,45 @@ def test_deals_of_few_nodes_have_all_of_a_kind_or_a_half_or_a_quarter(world: Clu
     assert len(found) == len({(node.gpu.name, node.gpus) for node in world.nodes})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((8, 8, 9), [("n0 n1 n2", 8), ("n2", 1)]),
+        ((8, 9, 9), [("n0", 8), ("n1 n2", 9)]),
+        ((10, 4, 10, 12), [("n0 n2 n3", 10), ("n1", 4), ("n3", 2)]),
+        ((8, 4), [("n0", 8), ("n1", 4)]),  # four more than four are not a few
+        ((8, 8, 7), [("n0 n1", 8), ("n2", 7)]),
+    ],
+)
+def test_what_a_node_has_more_than_its_like_is_a_row_of_its_own(sizes: tuple[int, ...], rows: list[tuple[str, int]]) -> None:
+    deals = deals_of(cluster(*(node(f"n{i}", "RTX4090", gpus) for i, gpus in enumerate(sizes))))
+    found = {(" ".join(sorted(own[0].split("/")[0] for own in held)), len(held[0])) for held in deals._rows}
+    assert found == set(rows) and len(deals._rows) == len(rows)
+
+
+def test_of_kinds_with_one_node_each_the_others_tell_how_many_gpus_are_usual() -> None:
+    nodes = (node("a", "RTX4090", 8), node("b", "RTX3090", 9), node("c", "RTX3080Ti", 8))
+    assert sorted(len(held[0]) for held in deals_of(cluster(*nodes))._rows) == [1, 8, 8, 8]
+
+
+def test_deals_begin_without_the_gpus_that_a_node_has_more_as_if_it_had_none() -> None:
+    plain = deals_of(cluster(node("b", "RTX4090", 8), node("a", "RTX4090", 8)))  # which is the order of the larger one
+    more = deals_of(cluster(node("a", "RTX4090", 8), node("b", "RTX4090", 9)))
+    settings = Settings()
+    begun = [plain.layout(deal) for deal in plain.starts(2, settings)]
+    with_more = [more.layout(deal) for deal in more.starts(2, settings)]
+    assert set(begun) <= set(with_more)
+    used = {name for layout in with_more if layout is not None for pipe in layout.pipelines for group in pipe for name in group}
+    assert "b/8" in used
+
+
+def test_a_node_of_seven_has_degrees_that_do_not_divide_it() -> None:
+    deals = deals_of(cluster(node("a", "RTX4090", 7)))
+    assert deals._degrees(deals._rows[0])[:3] == [1, 2, 4]
+    (layout,) = [deals.layout(deal) for deal in deals.starts(1, Settings()) if deal.rows[0].degree == 2]
+    assert layout is not None and [len(group) for group in layout.pipelines[0]] == [2, 2, 2]
+
+
 @settings(deadline=None, max_examples=100)
 @given(worlds, st.integers(1, 6), st.integers(0, 2**32), st.integers(0, 6))
 def test_a_layout_has_the_devices_of_its_rows_once_in_groups_of_one_node(world: Cluster, count: int, seed: int, n: int) -> None:
@@ -68,7 +122,10 @@ def test_a_layout_has_the_devices_of_its_rows_once_in_groups_of_one_node(world: 
     if layout is None:
         return
     groups = [group for pipe in layout.pipelines for group in pipe]
-    assert sorted(name for group in groups for name in group) == sorted(devices_of(deal, used=True))
+    dealt = [name for group in groups for name in group]
+    assert len(set(dealt)) == len(dealt) and set(dealt) <= set(devices_of(deal, used=True))
+    # A degree leaves out what it does not divide of a node's GPUs.
+    assert len(dealt) == sum(len(names) // row.degree * row.degree for row in deal.rows if row.degree for names in row.nodes)
     assert all(len({name.split("/")[0] for name in group}) == 1 for group in groups)
     assert len(layout.pipelines) == count
     assert all(1 <= len(pipe) <= job().model.layers for pipe in layout.pipelines)
@@ -87,7 +144,7 @@ def test_every_neighbour_is_another_deal_of_the_same_devices(world: Cluster, see
             assert changed != deal
             assert sorted(devices_of(changed)) == sorted(devices_of(deal))
             for row in changed.rows:
-                assert row.degree in (0, *degrees(job(), min(map(len, row.nodes))))
+                assert row.degree in (0, *allowed(row.nodes))
 
 
 @settings(deadline=None, max_examples=40)
@@ -97,7 +154,7 @@ def test_all_degrees_of_all_rows_in_all_orders_are_near_one_another(world: Clust
     deal = a_deal(deals, 2, seed, 2)
     near = set(deals.near(deal))
     for i, row in enumerate(deal.rows):
-        for degree in (0, *degrees(job(), min(map(len, row.nodes)))):
+        for degree in (0, *allowed(row.nodes)):
             rows = (*deal.rows[:i], Row(row.nodes, degree), *deal.rows[i + 1 :])
             assert degree == row.degree or replace(deal, rows=rows) in near
         for j in range(i + 1, len(deal.rows)):
@@ -130,7 +187,7 @@ def test_a_row_that_is_left_out_can_take_the_place_of_any_other(world: Cluster, 
     used = [(row.nodes, row.degree) for row in deal.rows if row.degree]
     for out in (row for row in deal.rows if not row.degree):
         for at, (_, degree) in enumerate(used):
-            taken = max(d for d in degrees(job(), min(map(len, out.nodes))) if d <= degree)
+            taken = max(d for d in allowed(out.nodes) if d <= degree)
             assert [*used[:at], (out.nodes, taken), *used[at + 1 :]] in near
 
 
@@ -179,7 +236,8 @@ def test_a_random_deal_has_all_devices_and_one_row_in_two_parts_at_most(world: C
         deal = deals.drawn(count, rng)
         assert deal.pipelines == count
         assert sorted(devices_of(deal)) == sorted(device.name for device in world.devices)
-        assert all(row.degree in degrees(job(), min(map(len, row.nodes))) for row in deal.rows)
+        spare = {held for held, spare in zip(deals._rows, deals._spare, strict=True) if spare}
+        assert all(row.degree in allowed(row.nodes) or (row.degree == 0 and row.nodes in spare) for row in deal.rows)
         assert alike <= len(deal.rows) <= alike + 1
     again = [deals.drawn(count, np.random.default_rng(seed)) for _ in range(2)]
     assert again[0] == again[1]
