@@ -157,7 +157,7 @@ def simulate_missing(runs: Iterable[Run], most: int, done: Callable[[], object] 
     A simulation that does not take as long as the run's row or report says is of another cluster, and left out. Peaks of memory,
     which take no simulation, are computed for all runs that have none. `done` is called after each run.
     """
-    remarks = []
+    remarks, refused = [], dict[str, list[str]]()
     for i, run in enumerate(runs):
         if run.plan is not None and run.cluster is not None:
             try:
@@ -168,9 +168,12 @@ def simulate_missing(runs: Iterable[Run], most: int, done: Callable[[], object] 
                 if i < most and SIMULATED not in run.traces and run.outcome in ("ok", "not judged"):
                     remarks += _simulate(run, run.plan, run.cluster)
             except InputError as error:
-                remarks.append(f"{run.name} is not simulated: {error}")
+                refused.setdefault(str(error), []).append(run.name)
         if done is not None:
             done()
+    for error, names in refused.items():
+        others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+        remarks.append(f"{names[0]}{others} not simulated: {error}")
     return list(dict.fromkeys(remarks))
 
 

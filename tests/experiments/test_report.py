@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pandas
 import pytest
@@ -31,8 +32,10 @@ from experiments.report import (
     with_short_paths,
 )
 from sim.metrics import LinkLoad
-from sim.spec.plan import parse_plan
+from sim.spec.cluster import Cluster
+from sim.spec.plan import Plan, parse_plan
 from sim.spec.program import Backward, Forward, SendActivation
+from sim.spec.reading import InputError
 from sim.spec.trace import Span, Trace, trace_json
 from sim.spec.version import VERSION
 from tests.experiments.conftest import TINY_CLUSTER, TINY_PLAN, Ran, World
@@ -157,6 +160,19 @@ def test_a_simulation_that_takes_another_time_than_the_row_says_is_not_shown(wor
     write_rows(world.folder / "results.csv", [told | {"iteration_s": traces()[0].iteration_s}])
     (run,) = findings([world.folder]).runs
     assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == traces()[0]
+
+
+def test_runs_that_cannot_be_simulated_for_one_reason_are_told_of_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = findings([world.folder]).runs
+    reason = "the device box/9 is not in the cluster"
+
+    def refuse(plan: Plan, cluster: Cluster) -> NoReturn:
+        raise InputError(reason)
+
+    monkeypatch.setattr("experiments.findings.peak_bytes", refuse)
+    strangers = [replace(run, name=name, peaks={}) for name in ("one", "two", "three")]
+    assert simulate_missing(strangers, 3) == [f"one and 2 more are not simulated: {reason}"]
+    assert simulate_missing(strangers[1:2], 3) == [f"two is not simulated: {reason}"]
 
 
 def test_a_sweeps_bandwidth_is_that_of_the_simulated_cluster(tmp_path: Path) -> None:
