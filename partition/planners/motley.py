@@ -504,13 +504,24 @@ class _Hunt:
             if len(firsts) >= DEALERS and self.search.past(until_s):
                 break
             between()
-            for settings in START_SETTINGS:
-                begun = self._best_start(self.deals.starts(number, settings), math.inf)
-                begun += self._best_start(self.deals.few(number, settings), begun[0][0] if begun else math.inf)
-                firsts += begun
-                if begun:
-                    break
+            firsts += self._first_start(number)
         self.firsts = [start for _, start in sorted(firsts, key=lambda entry: entry[0])]
+
+    def _first_start(self, number: int) -> list[tuple[float, Deal]]:
+        """The best start of so many pipelines under the first settings under which one can run, if there are such.
+
+        Where the first ones do not do, the last ones, which need least memory, tell at once whether any will.
+        """
+        for settings in (START_SETTINGS[0], START_SETTINGS[-1], *START_SETTINGS[1:-1]):
+            begun = self._best_start(self.deals.starts(number, settings), math.inf)
+            begun += self._best_start(self.deals.few(number, settings), begun[0][0] if begun else math.inf)
+            if settings == START_SETTINGS[-1]:
+                last = begun
+                if not begun:
+                    break
+            elif begun:
+                return begun
+        return last
 
     def _best_start(self, deals: Iterable[Deal], least_s: float) -> list[tuple[float, Deal]]:
         """The best of some deals, if it takes less than so many seconds."""
@@ -527,27 +538,39 @@ class _Hunt:
         from random deals of these; then as far as it goes from the best of these; and then from changes of the best that were
         judged.
         """
+        settled: list[tuple[float, Deal]] = []
         if self.firsts:
             with self._dealers() as dealers:
-                self._deal(dealers, self.search.seed, self.search.elapsed_s, self._left_s(DEALT))
-        if not self.ends and self.found:  # there was no time to; what comes now may take the rest of it
-            best_s, best, draft = self.ranked()[0]
-            if best_s < self.least_s:
-                with self._clocked(draft, best.settings):
-                    self.judged([(draft, best.settings)])
+                settled = self._deal(dealers, self.search.seed, self.search.elapsed_s, self._left_s(DEALT))
+        if not self.ends:  # there was no time to; what comes now may take the rest of it
+            self._judge_one_in_time(settled)
         for _, deal in self.ends.values():  # no start may fit where these do
             layout = self.deals.layout(deal)
             if layout is not None:
                 self.score_s(layout)
 
-    def _deal(self, dealers: _Dealers, seed: int, now_s: float, left_s: float) -> None:
-        """See `deal`; all of it within so many seconds from a moment of the search."""
+    def _judge_one_in_time(self, settled: Sequence[tuple[float, Deal]]) -> None:
+        """Has the best judged of these deals, and of the layouts that were met, with which the judge may be done in time.
+
+        Where it is with none, it has the best of these layouts.
+        """
+        met = [(seconds, draft, layout.settings) for seconds, layout, draft in self.ranked()[:1]]
+        drafts = [(seconds, *drafted) for seconds, deal in settled if (drafted := self._drafted(deal)) is not None]
+        better = [entry for entry in (*met, *drafts) if entry[0] < self.least_s]
+        soon = [entry for entry in better if self._expected_s(*entry[1:]) <= self._left_s(1.0)]
+        found = sorted(soon, key=lambda entry: entry[0]) or [entry for entry in met if entry in better]
+        for _, draft, settings in found[:1]:
+            with self._clocked(draft, settings):
+                self.judged([(draft, settings)])
+
+    def _deal(self, dealers: _Dealers, seed: int, now_s: float, left_s: float) -> list[tuple[float, Deal]]:
+        """See `deal`; all of it within so many seconds from a moment of the search. Where first steps end, by their estimates."""
         least_s = self.deal_s(self.firsts[0])
         # What is best in slices is seldom near to what is best whole, so that both are looked for.
         settling = [_Descent(start, [seed, n], least_s, cuts=False, reslices=False) for n, start in enumerate(self.firsts)]
         settled = self._descend_all(dealers, settling, now_s + SETTLED * left_s)
         if not settled:
-            return
+            return []
         starts = {start.pipelines: start for start in reversed(self.firsts)}
         nearest = [starts[deal.pipelines] for deal in self._near_ends(settled)[:DEALERS]]
         again = [
@@ -574,6 +597,7 @@ class _Hunt:
             self._descend_all(dealers, begins, now_s + PASSED * left_s)
         if self.ends:
             self._descend_all(dealers, [_Descent(None, [seed, n], least_s) for n in range(DEALERS)], now_s + left_s)
+        return settled
 
     def _near_ends(self, settled: Sequence[tuple[float, Deal]]) -> list[Deal]:
         """The best end of first steps for each number of pipelines that is not far behind, the fastest first."""
@@ -670,7 +694,8 @@ class _Hunt:
         def judge_end(seconds: float, deal: Deal) -> float:
             nonlocal least_s
             if seconds < least_s * SLOW_WORTH and deal.settings.sequence_slices > 1 and not self._quick(deal):
-                seconds = self._followed_s(seconds, deal, task.verdicts_s)
+                known_s = min([self.least_s, *[end_s for end_s, _ in ends.values()]])
+                seconds = self._followed_s(seconds, deal, task.verdicts_s, known_s)
             if math.isinf(seconds) or seconds >= least_s * (WORTH if self._quick(deal) and not late() else SLOW_WORTH):
                 return math.inf
             if deal.pipelines in ends and seconds > self._slack(deal.pipelines) * ends[deal.pipelines][0]:
@@ -722,10 +747,11 @@ class _Hunt:
         found.longest = self.longest
         return found
 
-    def _followed_s(self, seconds: float, deal: Deal, until_s: float) -> float:
+    def _followed_s(self, seconds: float, deal: Deal, until_s: float, known_s: float) -> float:
         """Seconds of a deal whose messages are all followed by the estimates; infinite where the judge would take too long.
 
-        That is, for what is left until a moment of the search; how long it takes is told by how long following them takes.
+        That is, for what is left until a moment of the search, or of the budget where the best that the judge knows takes much
+        longer (`known_s`); how long it takes is told by how long following them takes.
         """
         drafted = self._drafted(deal)
         if self.estimates is None or drafted is None:
@@ -734,7 +760,8 @@ class _Hunt:
         followed_s = self.draft_s(*drafted, math.inf)
         now_s = self.search.elapsed_s
         self.errors[deal.pipelines] = max(self.errors.get(deal.pipelines, 1.0), followed_s / seconds)
-        return followed_s if FOLLOWED * (now_s - began_s) <= LONGEST * (until_s - now_s) else math.inf
+        left_s = LONGEST * (until_s - now_s) if known_s < WORTH * followed_s else self._left_s(1.0)
+        return followed_s if FOLLOWED * (now_s - began_s) <= left_s else math.inf
 
     def _begins(self, task: _Descent, deal: Deal, rng: np.random.Generator) -> list[Deal]:
         """Deals of as many pipelines from which to descend, the better one first: this one, and the best of many random ones.
@@ -1096,7 +1123,7 @@ class _Hunt:
         It asks for them in their order, until they are by their estimates worse than the best so far.
         """
         best: tuple[float, Draft, Settings] | None = None
-        entries = [entry for entry in entries if self._soon(*entry[1:])] or entries
+        entries = [entry for entry in entries if self._soon(*entry[1:])] or self._one_in_time(entries)
         for at in range(0, len(entries), TOGETHER):
             if best is not None and (entries[at][0] > self._slack(len(entries[at][1])) * best[0] or self.late(JUDGED)):
                 break
@@ -1105,6 +1132,13 @@ class _Hunt:
                 if judged_s < (best[0] if best is not None else math.inf):
                     best = judged_s, draft, settings
         return best
+
+    def _one_in_time(self, entries: Sequence[tuple[float, Draft, Settings]]) -> Sequence[tuple[float, Draft, Settings]]:
+        """The first draft that the judge may be done with in what is left of the budget; all where there is no plan yet."""
+        if self.search.best is None:
+            return entries
+        left_s = self._left_s(1.0)
+        return [entry for entry in entries if entry[0] < self.least_s and self._expected_s(*entry[1:]) <= left_s][:1]
 
     def _trusts(self, pipelines: int) -> bool:
         """Whether no end of so many pipelines was found to take much longer than its score; others say little about them."""

@@ -157,6 +157,59 @@ def test_where_no_end_is_judged_in_time_the_best_is_before_anything_else_is_trie
     assert best_s < first_s
 
 
+def test_where_no_end_is_judged_in_time_it_is_the_best_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt = untouched()
+    hunt.load(60.0)
+    hunt.score_s(next(iter(hunt.starts)))
+    hunt.judge_soon()
+    hunt.begin_deals()
+    best, second = sorted(hunt.firsts, key=hunt.deal_s)[:2]
+    late = hunt._drafted(best)
+    monkeypatch.setattr(hunt, "_expected_s", lambda *drafted: 1e3 if drafted == late else 0.1)
+    hunt.found.clear()
+    hunt.least_s = math.inf
+    hunt._judge_one_in_time([(hunt.deal_s(deal), deal) for deal in (second, best)])
+    assert hunt.least_s == judged_s(hunt, second)
+    # And of finalists of which none is soon, the first that may be done in what is left.
+    entries = [(hunt.deal_s(deal) / 2, *drafted) for deal in (best, second) if (drafted := hunt._drafted(deal)) is not None]
+    assert hunt._one_in_time(entries) == entries[1:]
+    hunt.least_s = entries[1][0]
+    assert hunt._one_in_time(entries) == []
+    hunt.search.best = None
+    assert hunt._one_in_time(entries) == entries
+
+
+@pytest.mark.parametrize(
+    ("known_s", "now_s", "asks"),
+    [
+        (math.inf, 2.3, True),  # two seconds for the first plan that is any good
+        (95.0, 2.3, True),
+        (36.0, 2.3, False),  # a twentieth is not worth more than half of the time for deals
+        (36.0, 0.2, True),
+        (math.inf, 3.1, False),  # it would come after the end
+    ],
+)
+def test_a_long_verdict_is_worth_all_that_is_left_where_none_is_near(
+    known_s: float, now_s: float, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Following its messages takes 0.04 s, so that the judge will take 2 s; the search has 5, and 4.35 for deals."""
+    hunt = untouched()
+    hunt.load(60.0)
+    hunt.begin_deals()
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("partition.search.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    hunt.search.narrow(hunt.search.cluster, 5.0)
+    clock.now_s = now_s
+
+    def followed(*_: object) -> float:
+        clock.now_s += 0.04
+        return 34.3
+
+    monkeypatch.setattr(hunt, "draft_s", followed)
+    found_s = hunt._followed_s(34.0, hunt.firsts[0], 4.35, known_s)
+    assert found_s == (34.3 if asks else math.inf)
+
+
 def test_descents_begin_from_the_better_one_of_a_deal_and_the_best_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partition.planners.motley.DRAWN", 60)  # so few that the clock ends nothing
     world = cluster(node("a", "A100-40GB-SXM", 2, "nvlink"), node("b", "RTX4090", 2), node("c", "RTX3080Ti", 2))
