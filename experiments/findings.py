@@ -171,9 +171,9 @@ def simulate_missing(runs: Iterable[Run], most: int, done: Callable[[], object] 
                 refused.setdefault(str(error), []).append(run.name)
         if done is not None:
             done()
-    for reason, names in refused.items():
+    for why, names in refused.items():
         others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-        remarks.append(f"{names[0]}{others} not simulated: {reason}")
+        remarks.append(f"{names[0]}{others} not simulated: {why}")
     return list(dict.fromkeys(remarks))
 
 
