@@ -442,7 +442,7 @@ def _log_ticks(ax: Axes, which: str, ticks: Sequence[float], text: Callable[[flo
 def _plot_speedups(frame: pandas.DataFrame) -> Figure:
     """What each planner's plan takes over what Pipette's takes; the dot is the median draw, the line the range."""
     figure, axes = _axes(11.0, 5.2, 2)
-    titles = {"alone": "what each answers by its own models", "judged": "measured rates, memory checked, best of 20 simulated"}
+    titles = {"alone": "what each answers by its own models", "judged": "measured rates, memory checked, best of those simulated"}
     seen: dict[str, None] = {}
     for ax, (part, title) in zip(axes, titles.items(), strict=True):
         groups = _ratios(frame, part)
@@ -458,7 +458,7 @@ def _plot_speedups(frame: pandas.DataFrame) -> Figure:
         for g in range(1, len(groups)):
             ax.axvline(g - 0.5, color="#B0B0B0", linewidth=0.8)
         ax.set_title(title, loc="left", fontsize=11)
-        _log_ticks(ax, "y", (0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 2.5, 3), lambda value: f"{value:g}")
+        _log_ticks(ax, "y", (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 2.5, 3), lambda value: f"{value:g}")
     axes[0].set_ylabel("iteration / iteration of Pipette's plan\n(nodes moved)")
     handles = [_mark(NAMES[name], *STYLES[name]) for name in NAMES if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
@@ -536,7 +536,7 @@ def _searches(frame: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _plot_overhead(frame: pandas.DataFrame) -> Figure:
-    """How long searches take, with the simulation of up to 20 plans."""
+    """How long searches take, with the simulation of the best plans."""
     figure, (ax,) = _axes(8.5, 4.4, 1)
     seconds = _searches(frame)
     for name, row in seconds.iterrows():
@@ -626,7 +626,7 @@ def _slower(frame: pandas.DataFrame, name: str) -> str:
 
 def _overhead_text(frame: pandas.DataFrame) -> str:
     seconds = _searches(frame)
-    text = "**Seconds of search, on one core, with the simulation of up to 20 plans**\n\n"
+    text = "**Seconds of search, on one core, with the simulation of the best plans**\n\n"
     lines = ([NAMES[str(name)], *(f"{value:.1f}" for value in row)] for name, row in seconds.iterrows())
     return text + markdown(["planner", *(f"{gpus} GPUs" for gpus in seconds)], lines)
 

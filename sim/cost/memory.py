@@ -3,12 +3,7 @@
 All bytes are those of the fullest tensor-parallel rank of a lane. Nothing is averaged: parts that peak at different moments
 are added as if they met, which they nearly do at the first backward after the warm-up. What is counted is what a framework
 with fused kernels holds that sums gradients in place; what another holds besides its software stack says (`sim.spec.stack`).
-Against the memory allocated in runs of Megatron-LM, that is without
-context and reserve: within 2.7 % (median 1.5 %) of seven runs of SimuMax on B200, and within 1.9 % of three of four runs of
-the vocabulary-parallelism study (20 % too low for a vocabulary of 262,144). Of 141 runs by Aleph Alpha on A100, which went
-well, one is said not to fit (with gradients in bf16), and of 281 that ran out of memory, many without fused kernels, 180.
-nanotron holds more: 25 % (median of 584 runs) is missing here, for it keeps gradients in bf16 beside those in fp32, and about
-half as much again of activations.
+How far that is from measured peaks, source by source, and which runs that ran or failed are told right, is in `docs/fidelity.md`.
 """
 
 from __future__ import annotations
