@@ -271,7 +271,7 @@ def _plot_utilisation(frame: pandas.DataFrame) -> Figure:
         left = x - width * len(planners) / 2
         for i, planner in enumerate(planners):
             values = [reported] if planner == "reported" else _values(rows, place=place, model=model, planner=planner)
-            _bar(ax, left + i * width, width, values, _COLOURS[planner], scale=PER_CENT)
+            _bar(ax, left + i * width, width, values, _COLOURS[planner], scale=PER_CENT, decimals=0)
     _style(ax, [f"{place}\n{model}" for place, model, _ in cells])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.set_ylabel("HFU at the publication's peaks")
