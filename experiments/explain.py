@@ -19,7 +19,7 @@ from sim.cost.feasibility import infeasible
 from sim.cost.network import Network
 from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
-from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride
+from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, Node
 from sim.spec.compile import lane_name
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
@@ -160,7 +160,17 @@ def _faster_links(plan: Plan, cluster: Cluster, network: Network) -> Iterator[Ch
             before = changed.get(link.name, LinkOverride(link.name))
             changed[link.name] = replace(before, bandwidth_bytes_per_s=FASTER_LINK * link.capacity_bytes_per_s)
         faster = replace(cluster, link_overrides=tuple(changed.values()))
+        if name == "PCIe":
+            # The way to the host's memory, that optimizer states in it go, has no links of its own.
+            faster = replace(faster, nodes=tuple(map(_with_faster_intra, cluster.nodes)))
         yield Change(LINKS, f"{name} {FASTER_LINK:g} times as fast", plan, faster)
+
+
+def _with_faster_intra(node: Node) -> Node:
+    """The node with PCIe FASTER_LINK times as fast; as it is where it has NVLink."""
+    if node.intra.is_nvlink:
+        return node
+    return replace(node, intra=replace(node.intra, bandwidth_bytes_per_s=FASTER_LINK * node.intra.bandwidth_bytes_per_s))
 
 
 _CARD = re.compile(r"(?:fabric>)?(?P<node>[^/]+)/(?P<card>nic\d+|ethernet)(?:>fabric)?")
@@ -441,7 +451,8 @@ def one_more(
     The plan that is explained counts as found in every search, so that a GPU more never makes it worse but by what it changes
     in its node. Raises InputError for an unknown planner.
     """
-    nodes = {node.gpu.name: node for node in reversed(cluster.nodes)}  # the first of each kind
+    # The one of each kind that has fewest: of nodes of eight and seven GPUs it is the one with a place that is free.
+    nodes = {node.gpu.name: node for node in sorted(reversed(cluster.nodes), key=lambda node: -node.gpus)}
     kinds = list(dict.fromkeys(node.gpu.name for node in cluster.nodes))
     found = []
     with counting(len(kinds) + 1) as one_done:
@@ -449,17 +460,22 @@ def one_more(
         before_s = simulate(best, cluster, seed=seed).iteration_s
         one_done()
         for kind in kinds:
-            node, after, after_s = nodes[kind], None, None
+            node, after, after_s, why_not = nodes[kind], None, None, None
             try:
+                if node.gpu.peak(plan.precision) is None:
+                    raise InputError(f"it has no {plan.precision}")
                 grown = with_one_more(cluster, node.name)
                 after, why_not = _best(best, grown, planner, budget_s, seed)
                 after_s = None if after is None else simulate(after, grown, seed=seed).iteration_s
             except InputError as error:
                 why_not = str(error)
+            if after is not None and f"{node.name}/{node.gpus}" not in after.devices:
+                # It may be found without the GPU, too, and then is no gain of it.
+                before_s = min(before_s, simulate(after, cluster, seed=seed).iteration_s)
             used = 0 if after is None else len(after.devices)
             found.append(OneMore(kind, node.name, before_s, after_s, why_not, used, node.gpu.dollars_per_hour))
             one_done()
-    return found
+    return [replace(gpu, before_s=before_s) for gpu in found]
 
 
 def _best(plan: Plan, cluster: Cluster, planner: str, budget_s: float, seed: int) -> tuple[Plan | None, str | None]:

@@ -420,8 +420,10 @@ def _spent(
         if isinstance(instruction, (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)):
             lane, (all_s, again_s, host_s) = lanes[span.lane], computed[span.lane]
             taken_s, bare_s = cost.seconds(lane, instruction), without.seconds(lane, instruction)
-            hosted_s = bare_s if without.is_hosts(lane, instruction) else without.once_s(lane, instruction)
+            hosted_s = taken_s if cost.is_hosts(lane, instruction) else cost.once_s(lane, instruction)
             if not isinstance(instruction, OptimizerStep):
-                hosted_s += without.gap_s(lane, instruction)
+                waits_s = cost.gap_s(lane, instruction)
+                hosted_s += waits_s
+                bare_s += waits_s - without.gap_s(lane, instruction)  # what recomputation adds to them is the host's
             computed[span.lane] = all_s + taken_s, again_s + taken_s - bare_s, host_s + hosted_s
     return lane_use(trace), computed

@@ -23,7 +23,6 @@ from sim.spec.plan import Plan
 from sim.spec.program import (
     Backward,
     BackwardInput,
-    BackwardWeight,
     Collective,
     Compute,
     Forward,
@@ -345,18 +344,22 @@ class _Walk:
             at_s = max(at_s, min(to_s, end_s))
 
     def _shares(self, lane: Lane, instruction: Compute | OptimizerStep) -> tuple[float, float, float, float, float]:
-        """The shares of an instruction's computation: what recomputation adds; of the rest its own work, waits for its host to
-        launch and for what comes once, and waits that collectives fill, for which the host is not to blame."""
+        """The shares of an instruction's computation: what recomputation adds to the GPU's work; the rest of that; waits for its
+        host to launch, and for what comes once; and waits that collectives fill, for which the host is not to blame."""
         seconds = self._cost.seconds(lane, instruction)
         if seconds == 0:
             return 0.0, 1.0, 0.0, 0.0, 0.0
-        bare = self._bare if isinstance(instruction, (Backward, BackwardInput, BackwardWeight)) else self._cost
-        once, launched, filled = bare.once_s(lane, instruction) / seconds, 0.0, 0.0
+        again_s = launched_s = filled_s = 0.0
+        once_s = self._cost.once_s(lane, instruction)
         if not isinstance(instruction, OptimizerStep):
-            filled = filled_gap_s(self._network, bare, lane, instruction) / seconds
-            launched = max(0.0, bare.gap_s(lane, instruction) / seconds - filled)
-        own = bare.seconds(lane, instruction) / seconds
-        return 1 - own, own - launched - once - filled, launched, once, filled
+            waits_s = self._cost.gap_s(lane, instruction)
+            filled_s = min(waits_s, filled_gap_s(self._network, self._cost, lane, instruction))
+            launched_s = waits_s - filled_s
+            if not isinstance(instruction, Forward):
+                bare_s = self._bare.seconds(lane, instruction) - self._bare.gap_s(lane, instruction)
+                again_s = max(0.0, seconds - waits_s - bare_s)
+        own_s = seconds - again_s - launched_s - once_s - filled_s
+        return again_s / seconds, own_s / seconds, launched_s / seconds, once_s / seconds, filled_s / seconds
 
     def _transfers(self, span: Span, start_s: float, end_s: float) -> Iterator[Segment]:
         """The segments of a message or collective from one instant to another, in the order of time."""

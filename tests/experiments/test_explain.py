@@ -19,7 +19,7 @@ from sim.spec.plan import Pipeline, Plan, Replica, Stage, read_plan
 from sim.spec.reading import InputError
 from sim.spec.transformer import Moe, Transformer
 from tests.experiments.conftest import TINY_PLAN, Ran, World
-from tests.worlds import GivenCost, ethernet_cluster, plan, stage
+from tests.worlds import GivenCost, ethernet_cluster, ideal_gpu, plan, stage
 
 Motley = Callable[..., Ran]
 
@@ -46,6 +46,19 @@ def test_twice_as_fast_cards_halve_what_messages_take(monkeypatch: pytest.Monkey
     told = explain(two_stages(), ethernet_cluster([1, 1], 8.0))
     assert told.trace.iteration_s == 23
     assert effect_of(told, "Ethernet cards 2 times").iteration_s == pytest.approx(22)
+
+
+def test_faster_pcie_is_faster_to_the_hosts_memory_too() -> None:
+    cluster = ethernet_cluster([2], 1e9, intra_bytes_per_s=1e9, kind="pcie4")
+    offloading = plan([[stage("n0/0", (0, 1)), stage("n0/1", (1, 2))]], 2, offload_optimizer=True)
+    (node,) = cluster.nodes
+    twice = replace(cluster, nodes=(replace(node, intra=replace(node.intra, bandwidth_bytes_per_s=2e9)),))
+    told = explain(offloading, cluster)
+    assert effect_of(told, "PCIe 2 times as fast").iteration_s == pytest.approx(simulate(offloading, twice).iteration_s)
+    # More than messages alone gain, which is all where the states are on the GPUs.
+    own = explain(replace(offloading, offload_optimizer=False), cluster)
+    saved = [one.trace.iteration_s - (effect_of(one, "PCIe 2 times").iteration_s or math.inf) for one in (told, own)]
+    assert saved[0] > 1.1 * saved[1] > 0
 
 
 def test_what_is_all_computation_gains_all_that_a_kind_does() -> None:
@@ -225,6 +238,28 @@ def test_one_gpu_more_of_a_kind_that_all_work_waits_for_is_worth_its_share() -> 
     assert (gpu.kind, gpu.node, gpu.why_not, gpu.gpus_used) == ("A100-80GB-SXM", "n0", None, 3)
     assert gpu.after_s is not None and gpu.before_s <= simulate(made, cluster).iteration_s
     assert 1.2 < gpu.before_s / gpu.after_s < 1.55
+
+
+def test_the_gpu_is_added_where_a_kind_has_fewest_and_not_for_what_it_cannot_do() -> None:
+    cluster = ethernet_cluster([2, 1], 1e15)
+    old = replace(cluster.nodes[0], name="old", gpu=ideal_gpu("V100-32GB-SXM"))
+    made = plan([[stage("n0/0", (0, 1))], [stage("n0/1", (0, 1))]], 6, sequence_length=4096)
+    found = one_more(made, replace(cluster, nodes=(*cluster.nodes, old)), "megatron", 20.0)
+    assert [(gpu.kind, gpu.node) for gpu in found] == [("A100-80GB-SXM", "n1"), ("V100-32GB-SXM", "old")]
+    assert (found[1].after_s, found[1].why_not, found[1].gpus_used) == (None, "it has no bf16", 0)
+
+
+def test_a_plan_found_with_a_gpu_that_it_does_not_use_is_no_gain_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ethernet_cluster([2], 1e15)
+    poor = plan([[stage("n0/0", (0, 1))]], 12, sequence_length=4096)
+    better = plan([[stage(f"n0/{i}", (0, 1))] for i in range(2)], 6, sequence_length=4096)
+
+    def search(plan: Plan, on: Cluster, *_: object) -> tuple[Plan, None]:
+        return (better if on.nodes[0].gpus == 3 else poor), None
+
+    monkeypatch.setattr("experiments.explain._best", search)
+    (gpu,) = one_more(poor, cluster, "megatron", 1.0)
+    assert gpu.before_s == gpu.after_s == simulate(better, cluster).iteration_s
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
