@@ -21,9 +21,10 @@ from partition.search import Result
 from sim.cost.memory import host_bytes
 from sim.critical import CriticalPath, Share
 from sim.metrics import Report, Training
-from sim.spec.cluster import Cluster
+from sim.spec.cluster import Cluster, Device
 from sim.spec.compile import lane_name
 from sim.spec.counts import masked_share
+from sim.spec.gpu import PRECISIONS
 from sim.spec.judge import Infeasible
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.schedules import held_by
@@ -157,6 +158,10 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
     return f"one {origin} iteration of {seconds(report.iteration_s)}{remark}, MFU {per_cent(report.mfu, 1)}"
 
 
+FOLDED = 14
+"""A column of a plan is not folded to fewer letters a line, unless its words are all shorter."""
+
+
 def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None, headroom: bool = False) -> Group:
     """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
 
@@ -169,10 +174,17 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
     table = _table()
     for heading in ("lane", "micro-\nbatches"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("devices", overflow="fold")
-    table.add_column("GPUs", overflow="fold")
-    for heading in ("layers", "recom-\npute"):
-        table.add_column(heading, no_wrap=True)
+    replicas = [(stage, replica) for pipeline in plan.pipelines for stage in pipeline.stages for replica in stage.replicas]
+    # Where there is no room for all of it these are folded, but not to a few letters a line.
+    folded = {
+        "devices": [short_devices(replica.devices) for _, replica in replicas],
+        "GPUs": [_kinds(replica.devices, cluster) for _, replica in replicas],
+        "layers": [_layers(stage) for stage, _ in replicas],
+        "recom-\npute": [_recompute(stage) for stage, _ in replicas],
+    }
+    for heading, cells in folded.items():
+        longest = max(len(word) for cell in (*cells, heading) for word in cell.split())
+        table.add_column(heading, overflow="fold", min_width=min(longest, FOLDED))
     if _says_in_flight(plan):
         heading = "in\nflight" if plan.sequence_slices == 1 else "slices\nin flight"
         table.add_column(heading, justify="right", no_wrap=True)
@@ -335,17 +347,35 @@ def outlay_line(outlay: Outlay, plan: Plan) -> str:
     return f"{who} rent for {rent}, and take {joules}"
 
 
-def bound_line(iteration_s: float, bound_s: float | None, split: Mapping[str, float] | None = None) -> str | None:
-    """How far the plan is from the best possible at most; None where no bound is known.
+LEAST_TOLD = 0.0005
+"""A part of a gap that is less of the iteration is not told."""
 
-    `split` is what the gap is made of, as fractions of the iteration that sum to it; parts that are none are left out.
+
+def unused_line(plan: Plan, cluster: Cluster) -> str | None:
+    """Which GPUs a plan leaves out, kind by kind, and which of them have not its precision; None where it uses all."""
+    used = set(plan.devices)
+    left: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        if device.name not in used:
+            left.setdefault(device.gpu.name, []).append(device)
+    told = []
+    for kind, devices in left.items():
+        gpu = devices[0].gpu
+        has = ", ".join(name for name in PRECISIONS if gpu.peak(name) is not None)
+        cannot = "" if gpu.peak(plan.precision) is not None else f", which has no {plan.precision} (it has {has})"
+        told.append(f"{len(devices)} x {kind} ({short_devices(tuple(device.name for device in devices))}){cannot}")
+    return f"not used: {'; '.join(told)}" if told else None
+
+
+def bound_line(iteration_s: float, bound_s: float, parts: Mapping[str, float]) -> str:
+    """How far the plan is from the best possible at most.
+
+    `parts` is what the gap is made of, as fractions of the iteration that sum to it; those that are next to none are left out.
     """
-    if bound_s is None:
-        return None
-    parts = ", ".join(f"{name} {per_cent(part, 1)}" for name, part in (split or {}).items() if part)
+    told = ", ".join(f"{name} {per_cent(part, 1)}" for name, part in parts.items() if abs(part) >= LEAST_TOLD)
     gap = per_cent(1 - bound_s / iteration_s, 1)
     return f"no plan on all GPUs takes less than {seconds(bound_s)}: the gap is {gap} of the iteration" + (
-        f" ({parts})" if parts else ""
+        f" ({told})" if told else ""
     )
 
 

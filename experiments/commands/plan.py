@@ -50,6 +50,7 @@ from experiments.tables import (
     report_table,
     seconds,
     training_line,
+    unused_line,
 )
 from partition import Result
 from partition import plan as search_plan
@@ -176,8 +177,9 @@ def plan(
         if plot is not None:
             title = f"{plan_title(result.plan)}\none iteration of {seconds(found.iteration_s)}"
             files.tell(plot, draw_plan(result.plan, where, found.peak_bytes or {}, plot, title))
-        files.write("--json", _report_json(found, result, by, where))
-        _show(result, trace, found, where, job, files, by)
+        proven = _proven(trace, where, job)
+        files.write("--json", _report_json(found, result, by, where, proven))
+        _show(result, trace, found, where, proven, files, by)
         files.finish()
         if result.stopped == "interrupted":
             raise typer.Exit(INTERRUPTED)
@@ -207,8 +209,9 @@ class _By:
     objective: Objective
 
 
-def _report_json(measures: Report, result: Result, by: _By, cluster: Cluster) -> str:
-    """The text of a report whose last key says how the plan was searched, and what it takes beside others on the front."""
+def _report_json(measures: Report, result: Result, by: _By, cluster: Cluster, proven: _Proven | None = None) -> str:
+    """The text of a report whose last key says how the plan was searched, how far it is from the bound, and what it takes beside
+    others on the front."""
     search: dict[str, Any] = {"planner": by.planner, "judge": by.judge, "seed": by.seed, "budget_s": by.budget_s}
     search |= {"judged": result.judged, "seconds": result.seconds, "stopped": result.stopped, "stands_in": result.stands_in}
     limits = asdict(by.objective)
@@ -216,6 +219,8 @@ def _report_json(measures: Report, result: Result, by: _By, cluster: Cluster) ->
     ledger = Ledger(cluster)
     if result.plan is not None:
         search |= _taken(ledger.outlay(result.plan, cost(measures)))
+    if proven is not None:
+        search |= {"bound_s": proven.bound_s, "gap": proven.parts}
     search["front"] = [
         {"gpus": len(plan.devices), "iteration_s": cost.iteration_s, **_taken(ledger.outlay(plan, cost))}
         for plan, cost in result.front
@@ -229,7 +234,7 @@ def _taken(outlay: Outlay) -> Mapping[str, float | None]:
     return {name: values[name] for name in ("dollars_per_hour", "dollars_per_billion_tokens", "joules_per_token")}
 
 
-def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Job, files: Outputs, by: _By) -> None:
+def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, proven: _Proven | None, files: Outputs, by: _By) -> None:
     """Prints the plan, its measures, how far from optimal it can be, why others lost, and how it was found."""
     assert result.plan is not None and result.cost is not None
     ledger = Ledger(cluster)
@@ -243,9 +248,10 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
         files.say(counted)
     if found.training is not None:
         files.say(training_line(found.training, len(cluster.devices)))
-    proven = _proven_line(trace, cluster, job)
+    if (unused := unused_line(result.plan, cluster)) is not None:
+        files.say(unused)
     if proven is not None:
-        files.say(proven)
+        files.say(bound_line(trace.iteration_s, proven.bound_s, proven.parts))
     if result.others:
         files.console.print()
         others = alternatives(trace, result.others, cluster, by.objective, by.seed)
@@ -269,7 +275,15 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, job: Jo
         )
 
 
-def _proven_line(trace: Trace, cluster: Cluster, job: Job) -> str | None:
+@dataclass(frozen=True)
+class _Proven:
+    """What no plan takes less than, and what the gap to it is made of, as fractions of the iteration that sum to it."""
+
+    bound_s: float
+    parts: Mapping[str, float]
+
+
+def _proven(trace: Trace, cluster: Cluster, job: Job) -> _Proven | None:
     """How far the plan is from the best possible at most; None where no bound is known."""
     with count_progress("lower bound", 1):  # some seconds where links are slow
         bound = lower_bound(cluster, job)  # of all GPUs, also where the objective leaves some out
@@ -277,4 +291,4 @@ def _proven_line(trace: Trace, cluster: Cluster, job: Job) -> str | None:
         return None
     parts = asdict(gap(bound, trace, cluster))
     del parts["total"]
-    return bound_line(trace.iteration_s, bound.iteration_s, parts)
+    return _Proven(bound.iteration_s, parts)

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from experiments.commands.options import budget_s, default_sequence_length
+from experiments.tables import unused_line
 from partition.search import PLANNERS, Search
+from sim.spec.cluster import parse_cluster
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.transformer import transformer
 from tests.experiments.conftest import ROOT, TINY_CLUSTER, Ran, World
@@ -187,11 +189,40 @@ def test_the_end_tells_headroom_bound_and_why_the_others_lost(
     assert bound is not None
     bound_s = float(bound[1]) * {"ms": 1e-3, "s": 1.0}[bound[2]]
     assert 1 - bound_s / answer["iteration_s"] == pytest.approx(float(bound[3]) / 100, abs=2e-3)
+    assert answer["search"]["bound_s"] == pytest.approx(bound_s, rel=1e-2)
+    assert sum(answer["search"]["gap"].values()) == pytest.approx(1 - answer["search"]["bound_s"] / answer["iteration_s"])
     peak, capacity = max(answer["peak_bytes"].values()), 24 * 2**30
     assert f"{peak / 2**30:.1f}/24.0 {(1 - peak / capacity) * 100:.0f}" in found
     assert "The best plans of other shapes that were judged" in found
     assert len(re.findall(r"this plan", found)) == 1 and re.search(r"\+[\d.]+ % .* (compute|bubble|network|recompute), ", found)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpus_that_are_not_used_are_named_with_the_precision_that_they_lack() -> None:
+    has = "intra: nvlink, nic: {kind: ethernet, bandwidth: 10 Gbit/s}"
+    nodes = f"{{name: a, gpu: A100-40GB-SXM, gpus: 3, {has}}}, {{name: b, gpu: V100-32GB-SXM, gpus: 2, {has}}}"
+    cluster = parse_cluster(f"name: c\nnodes: [{nodes}]\n", "c.yaml")
+    stages = (Stage((Replica(("a/0",), 1),), ((0, 12),)), Stage((Replica(("a/1",), 1),), ((12, 24),)))
+    plan = Plan("c", transformer("gpt3-350m"), 512, 4, (Pipeline(1, 4, stages),))
+    told = unused_line(plan, cluster)
+    assert told == "not used: 1 x A100-40GB-SXM (a/2); 2 x V100-32GB-SXM (b/0-1), which has no bf16 (it has fp32, fp16)"
+    whole = replace(cluster, nodes=(replace(cluster.nodes[0], gpus=2),))
+    assert unused_line(plan, whole) is None
+
+
+def test_a_plan_whose_layers_are_many_ranges_is_legible_on_eighty_columns(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = "name: c\nnodes: [{name: a100-node, gpu: A100-80GB-SXM, gpus: 2, intra: nvlink}]\n"
+    stages = [
+        Stage((Replica((f"a100-node/{s}",), 1),), tuple((4 * k + 2 * s, 4 * k + 2 * s + 2) for k in range(8))) for s in (0, 1)
+    ]
+    plan = Plan("c", transformer("llama-2-7b"), 512, 4, (Pipeline(1, 4, tuple(stages)),), schedule="interleaved")
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = motley("simulate", world.write("p.json", plan.to_json()), "--cluster", world.write("c.yaml", kinds))
+    assert ran.code == 0, ran.err
+    first = next(line for line in ran.out.splitlines() if line.startswith("p0s0"))
+    assert "a100-node/0" in first and "A100-80GB-SXM" in ran.out and "0-1, 4-5," in first
 
 
 def test_a_budget_that_is_too_small_is_answered_with_a_symmetric_plan_and_a_warning(
