@@ -56,6 +56,10 @@ SLACK = 1.1
 """A published peak of more than so many times what a device has is a mistake, and not rounding: another unit, or another GPU."""
 
 
+NEARER = 10.0
+"""What is predicted to be more than so many times what is measured is nearer to a hundred times that."""
+
+
 # --- One run ---------------------------------------------------------------------------------------------------------
 
 
@@ -87,8 +91,10 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
             comparison = replace(comparison, predicted=_peak(run, plan, cluster), judge=BYTES)
         else:
             predicted = _speed(quantity, run, plan, cluster, seconds)
-            notes = "; ".join(filter(None, (note, _fraction_in_place_of_per_cent(run, quantity, predicted))))
-            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=ESTIMATE, note=notes)
+            comparison = replace(comparison, predicted=predicted, predicted_s=seconds, judge=ESTIMATE)
+            if predicted > NEARER * (comparison.measured or math.inf):  # a hundred times as much is nearer
+                notes = "; ".join(filter(None, (note, fraction_in_place_of_per_cent(run))))
+                comparison = replace(comparison, note=notes)
         if not math.isfinite(comparison.relative_error or 0.0):
             comparison = replace(_comparison(run, quantity), note="not modelled: predicted and measured are too far apart")
         found.append(comparison)
@@ -191,10 +197,11 @@ def _impossible_peak(run: Run, cluster: Cluster) -> str | None:
     return f"not modelled: peak_mem_gb {run.peak_mem_gb:g} is more than the {has:.1f} GB that a device has"
 
 
-def _fraction_in_place_of_per_cent(run: Run, quantity: str, predicted: float) -> str:
-    """What is probably wrong with a share below one per cent, where a hundred times as much is nearer; empty where nothing is."""
-    measured = _measured(run, quantity)
-    if not quantity.endswith("_pct") or measured is None or measured >= 1 or predicted < 10 * measured:
+def fraction_in_place_of_per_cent(run: Run) -> str:
+    """What is probably wrong with a speed that is a share below one per cent; empty where nothing is."""
+    quantity = published_speed(run)
+    measured = None if quantity is None else _measured(run, quantity)
+    if quantity is None or measured is None or not quantity.endswith("_pct") or measured >= 1:
         return ""
     return f"{quantity} {measured:g} is less than one per cent; perhaps a fraction, for {100 * measured:g}"
 

@@ -25,6 +25,7 @@ from experiments.assumptions import DATA, Assumptions, read_assumptions
 from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
 from experiments.fidelity import (
     counted_peak_bytes,
+    fraction_in_place_of_per_cent,
     is_out_of_memory,
     measured_peak_bytes,
     measured_s,
@@ -182,6 +183,10 @@ class Fitted:
     """The runs, failed ones among them, whose memory was met."""
     drawn: int
     """All runs that were not held out, whether they could be fitted on or not."""
+    held: int = 0
+    """All runs that were held out."""
+    doubtful: tuple[str, ...] = ()
+    """Those that were left out for a figure that is probably in another unit, and why."""
 
 
 def fit(
@@ -253,7 +258,8 @@ def fit(
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
-    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory))
+    doubtful = tuple(f"{run.id}: {doubt}" for run in calibration if (doubt := fraction_in_place_of_per_cent(run)))
+    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubtful)
 
 
 def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], list[str]]:
@@ -266,6 +272,8 @@ def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], li
             refusals.append(f"{run.id}: {row.reason}")
         elif open_ := unpublished(row):
             refusals.append(f"{run.id}: assumed: {', '.join(open_)}")
+        elif doubt := fraction_in_place_of_per_cent(run):
+            refusals.append(f"{run.id}: {doubt}")
         else:
             usable.append(row)
     return usable, refusals

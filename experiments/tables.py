@@ -654,7 +654,7 @@ _ERRORS = {
 def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
     """All tables of a replay with their titles; those that would be empty are left out."""
     summaries, overall = told.summaries(), summary(told.held_out)
-    judged = ", ".join(f"{count} by {judge}" for judge, count in overall["judges"].items())
+    judged = ", ".join(f"{count} by {judge}" for judge, count in overall["judges"].items() if judge != "memory")
     fitted = "; of the runs that the constants were not fitted on" if told.calibration_ids else ""
     found = [(f"Errors of iteration times ({judged or 'none'}) and of peak memory{fitted}", source_cells(summaries, overall))]
     if told.calibration_ids:
@@ -665,7 +665,8 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
     )
     found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
     found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.held_out_checks)))
-    found.append(run_cells(told.held_out))
+    title, cells = run_cells(told.held_out)
+    found.append((f"{title}{fitted}", cells))
     found.append(("Runs that are not modelled", reason_cells(told.held_out)))
     return [(title, cells) for title, cells in found if len(cells) > 1]
 

@@ -31,6 +31,9 @@ DEFAULT_PLOT = "parity.png"
 DEFAULT_HOLDOUT, DEFAULT_SEED = 0.5, 0
 HOLDOUT_BY = ("run", "nodes", "source")
 
+MOST_DOUBTS = 5
+"""So many runs are told of that are not fitted on because a figure of theirs is doubtful."""
+
 
 def _share(text: object) -> float:
     """The number of a text, at least 0 and below 1; its error names the value, which typer's own does not."""
@@ -201,6 +204,11 @@ def validate(
         files.write("--out", fitted.constants_text)
         used = f"fitted on the times of {fitted.timed:,} runs and the memory of {fitted.weighed:,}"
         files.say(f"{used}, of {fitted.drawn:,} that were not held out")
+        for doubt in fitted.doubtful[:MOST_DOUBTS]:
+            tell_error(f"warning: not fitted on: {doubt}")
+        if share and not fitted.held:
+            few = f"--holdout {share:g} by {by} left none of {len(measured)} runs out"
+            tell_error(f"warning: {few}: what follows is of runs that the constants were fitted on")
     files.write("--json", replay_json(told))
     points = _points(told)
     if plot is not None and not points:

@@ -147,6 +147,28 @@ def test_a_share_that_is_probably_a_fraction_is_told(motley: Motley, world: Worl
     assert found[0]["predicted"] == found[1]["predicted"] > 4
 
 
+def test_a_fit_leaves_probable_fractions_out_and_says_where_nothing_is_held_out(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit itself is not looked at: what it is given, and what is said."""
+    given: list[str] = []
+
+    def quick(task: fitting.Task) -> fitting.FittedStack:
+        given.extend(run.id for run in task.runs)
+        return fitting.FittedStack(task.stack, {}, len(task.runs), 0.1, 0, 0.0)
+
+    monkeypatch.setattr(fitting, "fit_stack", quick)
+    columns = COLUMNS.replace("tflops_per_gpu", "mfu_pct")
+    rows = [f"v-{n},vtrain_single,t,{SHAPE},1,1,8,full,fp16,{speed}," for n, speed in enumerate((",0.4", ",40", "0.1,"))]
+    file = world.write("runs.csv", "\n".join([columns, *rows]) + "\n")
+    out = world.folder / "constants.yaml"
+    ran = motley("validate", "--runs", file, "--fit", "--holdout", "0.5", "--holdout-by", "nodes", "--out", out, "--jobs", 1)
+    assert ran.code == 0, ran.err
+    assert sorted(given) == ["v-1", "v-2"]
+    assert "warning: not fitted on: v-0: mfu_pct 0.4 is less than one per cent; perhaps a fraction, for 40" in ran.err
+    assert "warning: --holdout 0.5 by nodes left none of 3 runs out" in ran.err
+
+
 def test_where_there_is_nothing_to_draw_the_rest_is_written(motley: Motley, world: World) -> None:
     memory = ROWS[1].replace("0.2,,10", ",,10")
     only, page = world.write("memory.csv", f"{COLUMNS}\n{memory}\n"), world.folder / "page.md"
@@ -176,6 +198,8 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
         timed: int = 2
         weighed: int = 0
         drawn: int = 3
+        held: int = 2
+        doubtful: tuple[str, ...] = ()
 
     def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object, anew: bool) -> Found:
         assert (failures, others[1]) == ([], 1)
