@@ -11,6 +11,7 @@ import typer
 
 from experiments.commands.options import (
     Budget,
+    ConstantsFile,
     GlobalBatch,
     GradientPrecision,
     JudgeName,
@@ -107,6 +108,7 @@ def compare(
     precision: Precision = "bf16",
     gradient_precision: GradientPrecision = "fp32",
     stack: StackName = None,
+    constants: ConstantsFile = None,
     planners: PlannerNames = "all",
     judge: JudgeName = "simulate",
     objective: ObjectiveName = "throughput",
@@ -145,11 +147,11 @@ def compare(
     if out is not None:
         check_folder("--out", out)
     files = outputs({"--json": json_file}, inputs=paths)
-    places = [on_stack(place, stack) for place in read_clusters(paths)]
+    places = [on_stack(place, stack, constants) for place in read_clusters(paths)]
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     chosen = range(seeds) if seeds is not None else [seed or 0]
     behind = [file for place in places for file in files_behind(place, model)]
-    files.spare(behind)
+    files.spare([*behind, *filter(None, [constants])])
     for path, place in zip(paths, places, strict=True):
         try:
             aim.check(place)

@@ -10,6 +10,7 @@ import typer
 
 from experiments.commands.options import (
     ClusterFile,
+    ConstantsFile,
     PlanFile,
     ReportFile,
     Seed,
@@ -52,6 +53,7 @@ def explain(
     plan: PlanFile,
     cluster: ClusterFile,
     stack: StackName = None,
+    constants: ConstantsFile = None,
     budget: MoreBudget = None,
     planner: PlannerName = None,
     seed: Seed = 0,
@@ -76,9 +78,9 @@ def explain(
     planner = planner or "motley"
     planner_named(planner)
     files = outputs({"--json": json_file}, inputs=[plan, cluster])
-    where = on_stack(read_cluster(cluster), stack)
+    where = on_stack(read_cluster(cluster), stack, constants)
     what = read_plan(plan)
-    files.spare(files_behind(where, what.model))
+    files.spare([*files_behind(where, what.model), *filter(None, [constants])])
     with errors_about(plan):
         for name in what.devices:
             where.device(name)

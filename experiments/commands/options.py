@@ -72,6 +72,15 @@ StackName = Annotated[
         show_default=False,
     ),
 ]
+ConstantsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--constants",
+        metavar="FILE",
+        help="Constants that take the place of the shipped ones, as `motley validate --fit --out FILE` writes them.",
+        show_default=False,
+    ),
+]
 ModelName = Annotated[
     str,
     typer.Option("--model", metavar="MODEL", help="A preset such as llama-2-13b, a Hugging Face config.json, or its folder."),
@@ -195,14 +204,19 @@ def read_job(model: str, global_batch: int, sequence_length: int | None, precisi
     return Job(shape, tokens, global_batch, precision, gradient_precision=gradient_precision)
 
 
-def on_stack(cluster: Cluster, name: str | None) -> Cluster:
-    """The cluster with the stack of the option `--stack` in the place of its own, if one is named. Raises InputError."""
-    if name is None:
-        return cluster
-    try:
-        return replace(cluster, stack=stack_named(name))
-    except InputError as error:
-        raise InputError(f"--stack: {error}") from None
+def on_stack(cluster: Cluster, name: str | None, constants: Path | None = None) -> Cluster:
+    """The cluster on the stack of the option `--stack`, if one is named, with the constants of a file. Raises InputError."""
+    chosen = None
+    if constants is not None:
+        from experiments.constants import read_constants  # it reads the catalogues
+
+        chosen = read_constants(constants)
+    if name is not None:
+        try:
+            cluster = replace(cluster, stack=chosen.stacks[name] if chosen and name in chosen.stacks else stack_named(name))
+        except InputError as error:
+            raise InputError(f"--stack: {error}") from None
+    return cluster if chosen is None else chosen.applied(cluster)
 
 
 def files_behind(cluster: Cluster | None, *models: str | Transformer | None) -> list[Path]:

@@ -16,6 +16,7 @@ from experiments.alternatives import alternatives
 from experiments.commands.options import (
     Budget,
     ClusterFile,
+    ConstantsFile,
     GlobalBatch,
     GradientPrecision,
     JudgeName,
@@ -124,6 +125,7 @@ def plan(
     precision: Precision = "bf16",
     gradient_precision: GradientPrecision = "fp32",
     stack: StackName = None,
+    constants: ConstantsFile = None,
     planner: PlannerName = "motley",
     judge: JudgeName = "simulate",
     objective: ObjectiveName = "throughput",
@@ -161,9 +163,9 @@ def plan(
         from experiments.pictures import check_picture, draw_plan  # matplotlib, only where something is drawn
 
         check_picture("--plot", plot)
-    where = on_stack(read_cluster(cluster), stack)
+    where = on_stack(read_cluster(cluster), stack, constants)
     aim.check(where)
-    files.spare(files_behind(where, model))
+    files.spare([*files_behind(where, model), *filter(None, [constants])])
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     compile_first(planner, judge)
     with search_progress(limit_s) as progress:

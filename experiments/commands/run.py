@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.commands.options import (
+    ConstantsFile,
     PlanFile,
     ReportFile,
     Seed,
@@ -108,6 +109,7 @@ def run(
         ),
     ] = None,
     stack: StackName = None,
+    constants: ConstantsFile = None,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="MODEL", help="A preset or config.json in the place of the plan's.", show_default=False),
@@ -213,6 +215,8 @@ def run(
         raise InputError("--print-launch is for machines of their own, not for a testbed or paced devices")
     if stack is not None and where_from is None:
         raise InputError(f"--stack {stack} takes the place of the stack of --cluster, which was not given")
+    if constants is not None and where_from is None:
+        raise InputError(f"--constants {constants} are for the simulation on --cluster, which was not given")
     folders = {"--checkpoints": checkpoints, "--save-weights": save_weights}
     for flag, folder in folders.items():
         if folder is not None:
@@ -263,11 +267,11 @@ def run(
     if not trains and files.paths:
         flags = ", ".join(files.paths)
         raise InputError(f"all {steps} steps of the training in {checkpoints} are done; {flags} would have nothing to tell of")
-    where = on_stack(read_cluster(where_from), stack) if where_from is not None else None
+    where = on_stack(read_cluster(where_from), stack, constants) if where_from is not None else None
     written = read_plan(plan)
     if model is not None:
         transformer(model)  # whose mistake is not the plan's
-    files.spare(files_behind(where, written.model, model))
+    files.spare([*files_behind(where, written.model, model), *filter(None, [constants])])
     with errors_about(plan):
         what = with_model(written, model, precision)
         check_runnable(what, settings)

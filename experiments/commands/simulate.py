@@ -11,6 +11,7 @@ import typer
 
 from experiments.commands.options import (
     ClusterFile,
+    ConstantsFile,
     JudgeName,
     PlanFile,
     ReportFile,
@@ -88,6 +89,7 @@ def simulate(
     plan: PlanFile,
     cluster: ClusterFile,
     stack: StackName = None,
+    constants: ConstantsFile = None,
     trace: TraceFile = None,
     timeline: TimelineFile = None,
     json_file: ReportFile = None,
@@ -126,9 +128,9 @@ def simulate(
         from experiments.pictures import check_picture, draw_timeline  # matplotlib, only where something is drawn
 
         check_picture("--timeline", timeline)
-    where = on_stack(read_cluster(cluster), stack)
+    where = on_stack(read_cluster(cluster), stack, constants)
     what = read_plan(plan)
-    files.spare(files_behind(where, what.model))
+    files.spare([*files_behind(where, what.model), *filter(None, [constants])])
     with errors_about(plan):
         for name in what.devices:
             where.device(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.commands.options import whole_number
+from experiments.commands.options import ConstantsFile, whole_number
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import ESTIMATE
@@ -63,10 +63,6 @@ FailuresFile = Annotated[
 ]
 Sources = Annotated[
     list[str] | None, typer.Option("--source", metavar="KEY", help="Only runs of this source; several times.", show_default=False)
-]
-ConstantsFile = Annotated[
-    Path | None,
-    typer.Option("--constants", metavar="FILE", help="Constants that take the place of the shipped ones.", show_default=False),
 ]
 JsonFile = Annotated[
     str | None,

@@ -239,6 +239,9 @@ def test_a_stack_needs_the_cluster_whose_it_replaces(motley: Motley, world: Worl
     ran = motley(*arguments(world, "--stack", "nemo"))
     assert (ran.code, ran.out) == (2, "") and launched == []
     assert ran.err == "motley: error: --stack nemo takes the place of the stack of --cluster, which was not given\n"
+    ran = motley(*arguments(world, "--constants", "c.yaml"))
+    assert (ran.code, ran.out) == (2, "") and launched == []
+    assert ran.err == "motley: error: --constants c.yaml are for the simulation on --cluster, which was not given\n"
 
 
 def test_gpus_of_another_kind_than_the_clusters_are_told(motley: Motley, world: World, launched: list[Any]) -> None:

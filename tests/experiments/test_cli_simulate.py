@@ -72,6 +72,44 @@ def test_another_software_stack_takes_the_place_of_the_clusters(motley: Motley, 
     assert iterations[2] == iterations[0] < iterations[1]
 
 
+def test_constants_of_a_file_take_the_place_of_the_shipped_ones(motley: Motley, world: World) -> None:
+    given = world.write("constants.yaml", "stacks: {nemo: {host: 5 ms}, ours: {host: 1 ms}}\n")
+    asked = (
+        ("--stack", "nemo"),
+        ("--stack", "nemo", "--constants", given),
+        ("--stack", "ours", "--constants", given),
+        ("--constants", given),
+        (),
+    )
+    nemo, slower, ours, own, bare = (
+        json.loads(motley("simulate", world.plan, "--cluster", world.cluster, *more, "--json", "-").out)["iteration_s"]
+        for more in asked
+    )
+    by_hand = world.write("slow.yaml", TINY_CLUSTER + "stack: {like: nemo, host: 5 ms}\n")
+    assert slower == json.loads(motley("simulate", world.plan, "--cluster", by_hand, "--json", "-").out)["iteration_s"] > 2 * nemo
+    assert own == bare < ours < slower  # the cluster's own stack is in no record of the file
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stacks: {nemo: {host: soon}}\n", "stacks.nemo.host"),
+        ("nothing: 1\n", "nothing"),
+        (None, "constants.yaml"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate", "explain", "compare"])
+def test_a_bad_file_of_constants_is_told_in_one_line(
+    motley: Motley, world: World, command: str, text: str | None, words: str
+) -> None:
+    given = world.folder / "constants.yaml" if text is None else world.write("constants.yaml", text)
+    job = ("--model", world.model, "--global-batch", 4)
+    rest = {"plan": job, "compare": job, "simulate": (), "explain": ()}[command]
+    plan = () if command in ("plan", "compare") else (world.plan,)
+    ran = motley(command, *plan, "--cluster", world.cluster, *rest, "--constants", given)
+    assert ran.code == 2 and words in ran.err and ran.err.count("\n") == 1
+
+
 def test_the_table_has_a_row_for_each_lane(motley: Motley, world: World) -> None:
     ran = motley("simulate", world.plan, "--cluster", world.cluster)
     assert ran.code == 0 and ran.err == ""
