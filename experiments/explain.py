@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -152,6 +152,8 @@ def _faster_links(plan: Plan, cluster: Cluster, network: Network) -> Iterator[Ch
     classes: dict[str, list[int]] = {}
     for number, link in enumerate(network.links):
         classes.setdefault(link_class(link.name, cluster), []).append(number)
+    if plan.offload_optimizer and not all(cluster.device(name).node.intra.is_nvlink for name in plan.devices):
+        classes.setdefault("PCIe", [])
     known = {override.name: override for override in cluster.link_overrides}
     for name, numbers in classes.items():
         changed = dict(known)
@@ -454,13 +456,12 @@ def one_more(
     # The one of each kind that has fewest: of nodes of eight and seven GPUs it is the one with a place that is free.
     nodes = {node.gpu.name: node for node in sorted(reversed(cluster.nodes), key=lambda node: -node.gpus)}
     kinds = list(dict.fromkeys(node.gpu.name for node in cluster.nodes))
-    found = []
+    found: list[tuple[OneMore, Cluster | None]] = []
     with counting(len(kinds) + 1) as one_done:
         best = _best(plan, cluster, planner, budget_s, seed)[0] or plan
-        before_s = simulate(best, cluster, seed=seed).iteration_s
         one_done()
         for kind in kinds:
-            node, after, after_s, why_not = nodes[kind], None, None, None
+            node, grown, after, after_s, why_not = nodes[kind], None, None, None, None
             try:
                 if node.gpu.peak(plan.precision) is None:
                     raise InputError(f"it has no {plan.precision}")
@@ -471,11 +472,19 @@ def one_more(
                 why_not = str(error)
             if after is not None and f"{node.name}/{node.gpus}" not in after.devices:
                 # It may be found without the GPU, too, and then is no gain of it.
-                before_s = min(before_s, simulate(after, cluster, seed=seed).iteration_s)
+                best = _best_of((best, after), cluster, seed) or best
             used = 0 if after is None else len(after.devices)
-            found.append(OneMore(kind, node.name, before_s, after_s, why_not, used, node.gpu.dollars_per_hour))
+            found.append((OneMore(kind, node.name, 0.0, after_s, why_not, used, node.gpu.dollars_per_hour), grown))
             one_done()
-    return [replace(gpu, before_s=before_s) for gpu in found]
+    # What was found last without a GPU counts as found with each of those before, too.
+    before_s, told = simulate(best, cluster, seed=seed).iteration_s, []
+    for gpu, grown in found:
+        if gpu.after_s is not None and grown is not None and _best_of((best,), grown, seed) is not None:
+            best_s = simulate(best, grown, seed=seed).iteration_s
+            if best_s < gpu.after_s:
+                gpu = replace(gpu, after_s=best_s, gpus_used=len(best.devices))
+        told.append(replace(gpu, before_s=before_s))
+    return told
 
 
 def _best(plan: Plan, cluster: Cluster, planner: str, budget_s: float, seed: int) -> tuple[Plan | None, str | None]:
@@ -483,10 +492,16 @@ def _best(plan: Plan, cluster: Cluster, planner: str, budget_s: float, seed: int
     result = search_plan(cluster, plan.job(), planner, budget_s=budget_s, seed=seed)
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
-    candidates = [made for made in (plan, result.plan) if made is not None and infeasible(made, cluster) is None]
-    if not candidates:
+    found = _best_of((plan, result.plan), cluster, seed)
+    if found is None:
         return None, result.infeasible.message if result.infeasible is not None else None
-    return min(candidates, key=lambda made: simulate(made, cluster, seed=seed).iteration_s), None
+    return found, None
+
+
+def _best_of(plans: Iterable[Plan | None], cluster: Cluster, seed: int) -> Plan | None:
+    """The fastest of those plans that fit; None where none does."""
+    fitting = [plan for plan in plans if plan is not None and infeasible(plan, cluster) is None]
+    return min(fitting, key=lambda plan: simulate(plan, cluster, seed=seed).iteration_s, default=None)
 
 
 def with_one_more(cluster: Cluster, name: str) -> Cluster:

@@ -67,8 +67,8 @@ PARTS = 8
 SHUFFLED = 0.5
 """The share of random deals whose other rows stand in random order; in the rest they are as the path has them, or reversed."""
 
-FEW_MORE = 0.5
-"""GPUs that a node has more than most of its sort are a row of their own where they are less than this share of the others."""
+FEW_MORE = 0.25
+"""GPUs that a node has more than most of its sort are a row of their own where they are at most this share of the others."""
 
 KICKS, KICKED = 50, 2
 """How often a random change of a deal is tried until it fits, and the most changes that it is made of."""
@@ -96,9 +96,9 @@ class Row:
         for count in sorted({1, pipelines, len(nodes) // 2, len(nodes) - len(nodes) // 2}):
             if 0 < count < len(nodes):
                 yield nodes[:count], nodes[count:]
-        half = len(nodes[0]) // 2
-        if half:
-            one, other = tuple([held[:half] for held in nodes]), tuple([held[half:] for held in nodes])
+        if any(len(held) > 1 for held in nodes):
+            halves = [(held[: len(held) // 2], held[len(held) // 2 :]) for held in nodes]
+            one, other = (tuple(filter(None, sides)) for sides in zip(*halves, strict=True))
             yield one, other
             yield other, one
 
@@ -386,7 +386,10 @@ class Deals:
 
 
 def _alike(nodes: Sequence[Node]) -> dict[str, Node]:
-    """What nodes are like, by name: alike are those that differ in their names, and in a few GPUs more than most have, alone."""
+    """What nodes are like, by name: alike are those that differ in their names, and in a few GPUs more than most have, alone.
+
+    Most are two at least, and more than have as many as that one. A power of two is never more than others have.
+    """
     sorts = {node.name: replace(node, name="", rack=None, gpus=1) for node in nodes}
     numbers: dict[Node, Counter[int]] = {}
     for node in nodes:
@@ -398,7 +401,8 @@ def _alike(nodes: Sequence[Node]) -> dict[str, Node]:
         # Where none of a sort is like another, what is usual is what nodes of other sorts have.
         known = numbers[sort] if max(numbers[sort].values()) > 1 else everywhere
         usual = min(known, key=lambda gpus: (-known[gpus], gpus))
-        found[node.name] = replace(sort, gpus=usual if usual < node.gpus < usual + FEW_MORE * usual else node.gpus)
+        few = usual < node.gpus <= usual * (1 + FEW_MORE) and node.gpus & (node.gpus - 1)
+        found[node.name] = replace(sort, gpus=usual if few and known[usual] > max(1, known[node.gpus]) else node.gpus)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from experiments.exits import tell_error
 from partition.objective import OBJECTIVES, Objective
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
@@ -216,7 +217,11 @@ def on_stack(cluster: Cluster, name: str | None, constants: Path | None = None) 
             cluster = replace(cluster, stack=chosen.stacks[name] if chosen and name in chosen.stacks else stack_named(name))
         except InputError as error:
             raise InputError(f"--stack: {error}") from None
-    return cluster if chosen is None else chosen.applied(cluster)
+    if chosen is None:
+        return cluster
+    if chosen.stacks and cluster.stack.name not in chosen.stacks:
+        tell_error(f"warning: --constants: {constants} has no record of the stack {cluster.stack.name!r}, whose figures stay")
+    return chosen.applied(cluster)
 
 
 def files_behind(cluster: Cluster | None, *models: str | Transformer | None) -> list[Path]:

@@ -179,8 +179,11 @@ def plan(
         if plot is not None:
             title = f"{plan_title(result.plan)}\none iteration of {seconds(found.iteration_s)}"
             files.tell(plot, draw_plan(result.plan, where, found.peak_bytes or {}, plot, title))
-        proven = _proven(trace, where, job)
-        files.write("--json", _report_json(found, result, by, where, proven))
+        proven = None
+        try:
+            proven = _proven(trace, where, job)
+        finally:  # Ctrl-C, while links are slow
+            files.write("--json", _report_json(found, result, by, where, proven))
         _show(result, trace, found, where, proven, files, by)
         files.finish()
         if result.stopped == "interrupted":

@@ -163,6 +163,9 @@ START_SETTINGS = (
 )
 """Those of starts of deals, in this order: the later ones need less memory."""
 
+SPARING = -3
+"""From here on they need least memory."""
+
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
 simulation takes no more work than this where there is such a one."""
@@ -510,18 +513,26 @@ class _Hunt:
     def _first_start(self, number: int) -> list[tuple[float, Deal]]:
         """The best start of so many pipelines under the first settings under which one can run, if there are such.
 
-        Where the first ones do not do, the last ones, which need least memory, tell at once whether any will.
+        Where the very first do not do, the hungry ones are tried only if some of those that need least memory do: that saves
+        time on numbers of pipelines that no memory is large enough for. It is no sign where these may fail for another reason:
+        sequences that do not come in slices, hosts without room.
         """
-        for settings in (START_SETTINGS[0], START_SETTINGS[-1], *START_SETTINGS[1:-1]):
-            begun = self._best_start(self.deals.starts(number, settings), math.inf)
-            begun += self._best_start(self.deals.few(number, settings), begun[0][0] if begun else math.inf)
-            if settings == START_SETTINGS[-1]:
-                last = begun
-                if not begun:
-                    break
-            elif begun:
-                return begun
-        return last
+
+        def begun(settings: Settings) -> list[tuple[float, Deal]]:
+            found = self._best_start(self.deals.starts(number, settings), math.inf)
+            return found + self._best_start(self.deals.few(number, settings), found[0][0] if found else math.inf)
+
+        first, hungry, sparing = START_SETTINGS[0], START_SETTINGS[1:SPARING], START_SETTINGS[SPARING:]
+        if found := begun(first):
+            return found
+        plain = all(self.job.sequence_length % settings.sequence_slices == 0 for settings in sparing)
+        last: list[tuple[float, Deal]] = []
+        if plain and all(node.host_memory_bytes is None for node in self.nodes.values()):
+            last = next(filter(None, map(begun, sparing)), [])
+            if not last:
+                return []
+        rest = hungry if last else (*hungry, *sparing)
+        return next(filter(None, map(begun, rest)), last)
 
     def _best_start(self, deals: Iterable[Deal], least_s: float) -> list[tuple[float, Deal]]:
         """The best of some deals, if it takes less than so many seconds."""
@@ -554,12 +565,11 @@ class _Hunt:
 
         Where it is with none, it has the best of these layouts.
         """
-        met = [(seconds, draft, layout.settings) for seconds, layout, draft in self.ranked()[:1]]
-        drafts = [(seconds, *drafted) for seconds, deal in settled if (drafted := self._drafted(deal)) is not None]
-        better = [entry for entry in (*met, *drafts) if entry[0] < self.least_s]
-        soon = [entry for entry in better if self._expected_s(*entry[1:]) <= self._left_s(1.0)]
-        found = sorted(soon, key=lambda entry: entry[0]) or [entry for entry in met if entry in better]
-        for _, draft, settings in found[:1]:
+        met = [(seconds, draft, layout.settings) for seconds, layout, draft in self.ranked() if seconds < self.least_s]
+        better = [(seconds, deal) for seconds, deal in settled if seconds < self.least_s]
+        drafts = [(seconds, *drafted) for seconds, deal in better if (drafted := self._drafted(deal)) is not None]
+        soon = [entry for entry in (*met, *drafts) if self._expected_s(*entry[1:]) <= self._left_s(1.0)]
+        for _, draft, settings in sorted(soon, key=lambda entry: entry[0])[:1] or met[:1]:
             with self._clocked(draft, settings):
                 self.judged([(draft, settings)])
 
@@ -1003,6 +1013,8 @@ class _Hunt:
         """
         moves = Moves(self.search.cluster, self.job, self.graph.devices, self.deals, rng)
         best = self.score_s(layout), layout
+        if math.isinf(best[0]):  # as a deal may be whose sequences do not divide, or that no host has room for
+            return
         steps, cooling = self.steps, FEWEST_STEPS
         while steps > 0:
             cooling, steps = min(cooling, steps), steps - cooling

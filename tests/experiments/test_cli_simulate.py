@@ -88,6 +88,8 @@ def test_constants_of_a_file_take_the_place_of_the_shipped_ones(motley: Motley, 
     by_hand = world.write("slow.yaml", TINY_CLUSTER + "stack: {like: nemo, host: 5 ms}\n")
     assert slower == json.loads(motley("simulate", world.plan, "--cluster", by_hand, "--json", "-").out)["iteration_s"] > 2 * nemo
     assert own == bare < ours < slower  # the cluster's own stack is in no record of the file
+    ran = motley("simulate", world.plan, "--cluster", by_hand, "--constants", given)
+    assert ran.code == 0 and "constants.yaml has no record of the stack 'own', whose figures stay" in ran.err
 
 
 @pytest.mark.parametrize(

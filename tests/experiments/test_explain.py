@@ -61,6 +61,16 @@ def test_faster_pcie_is_faster_to_the_hosts_memory_too() -> None:
     assert saved[0] > 1.1 * saved[1] > 0
 
 
+def test_faster_pcie_is_told_of_where_nothing_but_the_optimizer_goes_over_it() -> None:
+    cluster = ethernet_cluster([1], 1e9, intra_bytes_per_s=1e9, kind="pcie4")
+    alone = plan([[stage("n0/0", (0, 2))]], 2, offload_optimizer=True)
+    told = explain(alone, cluster)
+    faster = effect_of(told, "PCIe 2 times as fast").iteration_s
+    assert faster is not None and faster < told.trace.iteration_s
+    own = explain(replace(alone, offload_optimizer=False), cluster)
+    assert not [effect for effect in own.effects if effect.name.startswith("PCIe")]
+
+
 def test_what_is_all_computation_gains_all_that_a_kind_does() -> None:
     alone = plan([[stage("n0/0", (0, 1))]], 2)
     told = explain(alone, ethernet_cluster([1], 1e9))
@@ -260,6 +270,15 @@ def test_a_plan_found_with_a_gpu_that_it_does_not_use_is_no_gain_of_it(monkeypat
     monkeypatch.setattr("experiments.explain._best", search)
     (gpu,) = one_more(poor, cluster, "megatron", 1.0)
     assert gpu.before_s == gpu.after_s == simulate(better, cluster).iteration_s
+    # Of two kinds the one that was searched first is no worse by what the search for the second found.
+    other = replace(cluster.nodes[0], name="other", gpu=replace(ideal_gpu("H100-80GB-SXM"), name="H100-80GB-SXM"))
+    both = replace(cluster, nodes=(other, *cluster.nodes))
+    monkeypatch.setattr(
+        "experiments.explain._best",
+        lambda plan, on, *_: ((better if on.nodes[1].gpus == 3 else poor), None),
+    )
+    first, second = one_more(poor, both, "megatron", 1.0)
+    assert first.before_s == second.before_s == first.after_s == second.after_s == simulate(better, both).iteration_s
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

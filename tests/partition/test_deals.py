@@ -59,7 +59,7 @@ def devices_of(deal: Deal, used: bool = False) -> list[str]:
 
 
 @settings(deadline=None, max_examples=50)
-@given(worlds_of(1, 2, 4, 8), st.integers(1, 3))
+@given(worlds_of(1, 2, 4, 6, 8), st.integers(1, 3))
 def test_deals_of_few_nodes_have_all_of_a_kind_or_a_half_or_a_quarter(world: Cluster, pipelines: int) -> None:
     found: dict[object, set[int]] = {}
     for deal in deals_of(world).few(pipelines, Settings()):
@@ -80,6 +80,10 @@ def test_deals_of_few_nodes_have_all_of_a_kind_or_a_half_or_a_quarter(world: Clu
         ((8, 9, 9), [("n0", 8), ("n1 n2", 9)]),
         ((10, 4, 10, 12), [("n0 n2 n3", 10), ("n1", 4), ("n3", 2)]),
         ((8, 4), [("n0", 8), ("n1", 4)]),  # four more than four are not a few
+        ((8, 8, 6, 6, 6), [("n0 n1", 8), ("n2 n3 n4", 6)]),  # nor two more than six
+        ((7, 7, 8), [("n0 n1", 7), ("n2", 8)]),  # eight are whole
+        ((8, 9), [("n0", 8), ("n1", 9)]),  # one is not most
+        ((5, 4, 4), [("n0 n1 n2", 4), ("n0", 1)]),
         ((8, 8, 7), [("n0 n1", 8), ("n2", 7)]),
     ],
 )
@@ -94,9 +98,23 @@ def test_of_kinds_with_one_node_each_the_others_tell_how_many_gpus_are_usual() -
     assert sorted(len(held[0]) for held in deals_of(cluster(*nodes))._rows) == [1, 8, 8, 8]
 
 
+def test_nodes_of_other_kinds_cut_nothing_off_a_whole_one() -> None:
+    for one, other in ((8, 6), (4, 3), (8, 7)):
+        found = deals_of(cluster(node("a", "RTX4090", one), node("b", "RTX3090", other)))._rows
+        assert sorted(len(held[0]) for held in found) == sorted((one, other))
+
+
+def test_nodes_of_unequal_sizes_are_halved_each_by_itself() -> None:
+    row = Row((("a/0", "a/1", "a/2", "a/3"), ("b/0",), ("c/0", "c/1")), 1)
+    (one, other), _ = list(row.parts(5))[-2:]
+    assert one == (("a/0", "a/1"), ("c/0",)) and other == (("a/2", "a/3"), ("b/0",), ("c/1",))
+    assert not [part for parts in row.parts(2) for part in parts if not all(part)]
+
+
 def test_deals_begin_without_the_gpus_that_a_node_has_more_as_if_it_had_none() -> None:
-    plain = deals_of(cluster(node("b", "RTX4090", 8), node("a", "RTX4090", 8)))  # which is the order of the larger one
-    more = deals_of(cluster(node("a", "RTX4090", 8), node("b", "RTX4090", 9)))
+    # In the order of the larger one.
+    plain = deals_of(cluster(node("b", "RTX4090", 8), node("a", "RTX4090", 8), node("c", "RTX4090", 8)))
+    more = deals_of(cluster(node("a", "RTX4090", 8), node("b", "RTX4090", 9), node("c", "RTX4090", 8)))
     settings = Settings()
     begun = [plain.layout(deal) for deal in plain.starts(2, settings)]
     with_more = [more.layout(deal) for deal in more.starts(2, settings)]

@@ -22,7 +22,7 @@ from partition.deals import Deal
 from partition.drafts import Settings, make_plan, settings_of, stage, usable_nodes
 from partition.objective import Ledger
 from partition.planners.megatron import grids
-from partition.planners.motley import DEALT, WALKED, _Descent, _Hunt
+from partition.planners.motley import DEALT, START_SETTINGS, WALKED, _Descent, _Hunt
 from partition.search import BudgetSpent, Search
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster
@@ -170,6 +170,13 @@ def test_where_no_end_is_judged_in_time_it_is_the_best_that_can_be(monkeypatch: 
     hunt.least_s = math.inf
     hunt._judge_one_in_time([(hunt.deal_s(deal), deal) for deal in (second, best)])
     assert hunt.least_s == judged_s(hunt, second)
+    for deal in (best, second):  # the same of layouts that were met, whatever stands first among them
+        layout = hunt.deals.layout(deal)
+        assert layout is not None
+        hunt.score_s(layout)
+    hunt.least_s = math.inf
+    hunt._judge_one_in_time([])
+    assert hunt.least_s == judged_s(hunt, second)
     # And of finalists of which none is soon, the first that may be done in what is left.
     entries = [(hunt.deal_s(deal) / 2, *drafted) for deal in (best, second) if (drafted := hunt._drafted(deal)) is not None]
     assert hunt._one_in_time(entries) == entries[1:]
@@ -316,6 +323,28 @@ def test_deals_begin_with_the_first_settings_that_fit() -> None:
     ]
     hunt.deal()
     assert search.best is not None
+
+
+@pytest.mark.parametrize(("length", "host"), [(4095, None), (4096, 4 * 2**30)])
+def test_starts_are_found_where_those_that_need_least_memory_cannot_be(length: int, host: int | None) -> None:
+    """Sequences of an odd length come in no slices, and not over two tensor ranks; small hosts have no room for states."""
+    nodes = tuple(replace(node(f"n{n}", "RTX3080Ti", 4), host_memory_bytes=host) for n in range(2))
+    world = replace(cluster(node("n", "RTX3080Ti", 1)), nodes=nodes)
+    for layers in (8, 16, 24, 32):
+        work = job(replace(SMALL, name="deep", layers=layers), sequence_length=length, batch=32)
+        search = Search(world, work, simulation(world, work), 0, 60.0)
+        hunt = _Hunt(search, usable_nodes(search))
+        for number in (1, 2, 4):
+            found = hunt._first_start(number)
+            fitting = [
+                deal
+                for settings in START_SETTINGS
+                for deal in (*hunt.deals.starts(number, settings), *hunt.deals.few(number, settings))
+                if hunt.deal_s(deal) < math.inf
+            ]
+            assert bool(found) == bool(fitting)
+            if fitting:
+                assert found[0][1].settings == fitting[0].settings
 
 
 def test_states_go_to_the_host_where_no_gpu_has_room_for_them_and_stay_where_there_is_enough() -> None:
