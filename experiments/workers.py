@@ -89,8 +89,9 @@ def _in_parallel(
         # One task a batch: what is done in a batch would be lost with it, and a task takes long enough.
         pool = Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs", max_nbytes=None)
         # Processes of their own, which Python starts with the first one else, and lets Ctrl-C through afterwards.
-        resource_tracker.ensure_running()
-        resource_tracker_of_joblib.ensure_running()
+        with _quiet_trackers():
+            resource_tracker.ensure_running()
+            resource_tracker_of_joblib.ensure_running()
         work: Generator[tuple[int, Done], None, None] | None = None
         try:
             # Here the first processes are started; those of a Ray cluster, which may take their time, are not of this terminal.
@@ -102,6 +103,20 @@ def _in_parallel(
             if work is not None:  # it gives out tasks for as long as it is open, even to processes that have ended
                 with _ending():
                     work.close()
+
+
+@contextmanager
+def _quiet_trackers() -> Iterator[None]:
+    """While the processes begin that clean up after others: what those that were ended left is nothing that a user has to know."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @contextmanager
