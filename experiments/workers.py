@@ -107,7 +107,7 @@ def _in_parallel(
 
 @contextmanager
 def _quiet_trackers() -> Iterator[None]:
-    """While the processes begin that clean up after others: what those that were ended left is nothing that a user has to know."""
+    """While the processes begin that clean up after others: what ended ones left is nothing that a user has to know."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
     try:
