@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import fidelity, fitting
 from experiments.published_rows import Run
+from sim.spec.cluster import links
+from sim.spec.gpu import efficiencies
 from tests.experiments.conftest import Ran, World
 from tests.experiments.test_cli_errors import assert_refused
 
@@ -158,6 +161,8 @@ def test_a_fit_leaves_probable_fractions_out_and_says_where_nothing_is_held_out(
         return fitting.FittedStack(task.stack, {}, len(task.runs), 0.1, 0, 0.0)
 
     monkeypatch.setattr(fitting, "fit_stack", quick)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies=dict(efficiencies())))
+    monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
     columns = COLUMNS.replace("tflops_per_gpu", "mfu_pct")
     rows = [f"v-{n},vtrain_single,t,{SHAPE},1,1,8,full,fp16,{speed}," for n, speed in enumerate((",0.4", ",40", "0.1,"))]
     file = world.write("runs.csv", "\n".join([columns, *rows]) + "\n")
