@@ -210,9 +210,11 @@ def fit(
     calibration, held = split(runs, holdout, seed, by)
     out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed, by)
     known = read_assumptions()
-    usable, refusals = _usable(calibration, known)
+    doubtful = {run.id: doubt for run in calibration if (doubt := fraction_in_place_of_per_cent(run))}
+    doubts = tuple(f"{run_id}: {doubt}" for run_id, doubt in doubtful.items())
+    usable, refusals = _usable([run for run in calibration if run.id not in doubtful], known)
     if not usable:
-        raise InputError(f"--fit: no run can be fitted on: {_why_none(refusals)}")
+        raise InputError(f"--fit: no run can be fitted on: {_why_none([*refusals, *doubts])}")
     by_stack, records = _by_stack(usable)
     failed: dict[str, list[Run]] = {}
     for row in _usable(out_of_memory, known)[0]:
@@ -258,8 +260,7 @@ def fit(
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
-    doubtful = tuple(f"{run.id}: {doubt}" for run in calibration if (doubt := fraction_in_place_of_per_cent(run)))
-    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubtful)
+    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubts)
 
 
 def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], list[str]]:
@@ -272,8 +273,6 @@ def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], li
             refusals.append(f"{run.id}: {row.reason}")
         elif open_ := unpublished(row):
             refusals.append(f"{run.id}: assumed: {', '.join(open_)}")
-        elif doubt := fraction_in_place_of_per_cent(run):
-            refusals.append(f"{run.id}: {doubt}")
         else:
             usable.append(row)
     return usable, refusals

@@ -64,7 +64,7 @@ class Outputs:
         self._notes.clear()
 
 
-def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path] = ()) -> Outputs:
+def outputs(flags: Mapping[str, str | Path | None], inputs: Iterable[str | Path | None] = ()) -> Outputs:
     """The outputs of a command by flag; those that are None were not asked for.
 
     The console is standard output, or standard error where data goes to standard output. Raises InputError for a place that
@@ -102,9 +102,9 @@ def check_outside(folder: Path, places: Mapping[str, str | Path | None]) -> None
             raise InputError(f"{flag}: {path} lies in {folder}, whose texts are trained on")
 
 
-def spare(paths: Mapping[str, str | Path], inputs: Iterable[str | Path]) -> None:
+def spare(paths: Mapping[str, str | Path], inputs: Iterable[str | Path | None]) -> None:
     """Nothing. Raises InputError where one of these outputs, by flag, is among the files that the command reads."""
-    read = {os.path.realpath(path) for path in inputs}
+    read = {os.path.realpath(path) for path in inputs if path is not None}
     for flag, path in paths.items():
         if str(path) != STANDARD_OUTPUT and os.path.realpath(path) in read:
             raise InputError(f"{flag}: {path} is read by this command, and would be overwritten")

@@ -146,12 +146,12 @@ def compare(
     paths = [*clusters, *_checked(more_clusters or [])]
     if out is not None:
         check_folder("--out", out)
-    files = outputs({"--json": json_file}, inputs=paths)
+    files = outputs({"--json": json_file}, inputs=[*paths, constants])
     places = [on_stack(place, stack, constants) for place in read_clusters(paths)]
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     chosen = range(seeds) if seeds is not None else [seed or 0]
     behind = [file for place in places for file in files_behind(place, model)]
-    files.spare([*behind, *filter(None, [constants])])
+    files.spare(behind)
     for path, place in zip(paths, places, strict=True):
         try:
             aim.check(place)
@@ -160,7 +160,7 @@ def compare(
     cells = [Cell(place, job, name, judge, limit_s, number, aim.name) for place in places for name in names for number in chosen]
     if out is not None:
         written = dict.fromkeys([*TABLES, PICTURE, *map(plan_file_name, cells)])
-        outputs({f"--out ({name})": out / name for name in written}, inputs=[*paths, *behind])
+        outputs({f"--out ({name})": out / name for name in written}, inputs=[*paths, *behind, constants])
     keep = out / UNFINISHED if out is not None else None
     earlier = kept(cells, keep) if keep is not None else 0
     if earlier:

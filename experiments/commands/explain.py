@@ -77,10 +77,10 @@ def explain(
         raise InputError(f"--planner {planner} is who searches what one more GPU is worth; give --budget, too")
     planner = planner or "motley"
     planner_named(planner)
-    files = outputs({"--json": json_file}, inputs=[plan, cluster])
+    files = outputs({"--json": json_file}, inputs=[plan, cluster, constants])
     where = on_stack(read_cluster(cluster), stack, constants)
     what = read_plan(plan)
-    files.spare([*files_behind(where, what.model), *filter(None, [constants])])
+    files.spare(files_behind(where, what.model))
     with errors_about(plan):
         for name in what.devices:
             where.device(name)

@@ -158,14 +158,14 @@ def plan(
     planner_named(planner)
     make_judge = judge_named(judge)
     aim = read_objective(objective, min_tokens_per_s, max_dollars_per_hour, max_dollars_per_billion_tokens)
-    files = outputs({"--out": out, "--plot": plot, "--json": json_file}, inputs=[cluster])
+    files = outputs({"--out": out, "--plot": plot, "--json": json_file}, inputs=[cluster, constants])
     if plot is not None:
         from experiments.pictures import check_picture, draw_plan  # matplotlib, only where something is drawn
 
         check_picture("--plot", plot)
     where = on_stack(read_cluster(cluster), stack, constants)
     aim.check(where)
-    files.spare([*files_behind(where, model), *filter(None, [constants])])
+    files.spare(files_behind(where, model))
     job = read_job(model, global_batch, sequence_length, precision, gradient_precision)
     compile_first(planner, judge)
     with search_progress(limit_s) as progress:

@@ -198,7 +198,7 @@ def run(
         --timeline timeline.png --json run.json
     """
     began_s = time.perf_counter()
-    inputs = [plan, *(path for path in (cluster, pace_file) if path is not None)]
+    inputs = [plan, cluster, pace_file, constants]
     files = outputs({"--json": json_file, "--trace": trace, "--timeline": timeline}, [*inputs, *_data_files(data)])
     if print_launch and files.paths:
         raise InputError(f"--print-launch starts nothing that {', '.join(files.paths)} could tell of")
@@ -271,7 +271,7 @@ def run(
     written = read_plan(plan)
     if model is not None:
         transformer(model)  # whose mistake is not the plan's
-    files.spare([*files_behind(where, written.model, model), *filter(None, [constants])])
+    files.spare(files_behind(where, written.model, model))
     with errors_about(plan):
         what = with_model(written, model, precision)
         check_runnable(what, settings)

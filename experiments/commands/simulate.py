@@ -123,14 +123,14 @@ def simulate(
     if repeats > 1 and jitter == 0:
         raise InputError(f"--repeats {repeats} needs --jitter: without it all runs are the same")
     flags = {"--trace": trace, "--timeline": timeline, "--json": json_file, "--program": program}
-    files = outputs(flags, inputs=[plan, cluster])
+    files = outputs(flags, inputs=[plan, cluster, constants])
     if timeline is not None:
         from experiments.pictures import check_picture, draw_timeline  # matplotlib, only where something is drawn
 
         check_picture("--timeline", timeline)
     where = on_stack(read_cluster(cluster), stack, constants)
     what = read_plan(plan)
-    files.spare([*files_behind(where, what.model), *filter(None, [constants])])
+    files.spare(files_behind(where, what.model))
     with errors_about(plan):
         for name in what.devices:
             where.device(name)

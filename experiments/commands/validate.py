@@ -167,10 +167,11 @@ def validate(
 
     _check_fit_flags(fit, holdout, holdout_by, seed, out, constants)
     path, failed_path = runs or PUBLISHED, failures or (FAILED if runs is None else None)
-    inputs = [file for file in (path, failed_path, constants) if file is not None]
     if plot is None and runs is None and json_file != "-":
         plot = Path(DEFAULT_PLOT)
-    files = outputs({"--json": json_file, "--plot": plot, "--markdown": markdown, "--out": out}, inputs=inputs)
+    files = outputs(
+        {"--json": json_file, "--plot": plot, "--markdown": markdown, "--out": out}, inputs=[path, failed_path, constants]
+    )
     around = ("", "") if markdown is None else _around(markdown)
     if plot is not None:
         from experiments.pictures import check_picture  # matplotlib, only where something is drawn

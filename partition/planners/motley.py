@@ -155,16 +155,14 @@ BY_PACE, BY_LEAST = 1.06, 1.02
 LANE_WORK = 40
 """Work of finding out what a lane takes, as `simulation_work` counts it."""
 
-START_SETTINGS = (
-    *(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES)),
+HUNGRY_SETTINGS = tuple(Settings(schedule, ahead=ahead) for schedule, ahead in reversed(SCHEDULES))
+SPARING_SETTINGS = (
     Settings("split-1f1b", sequence_slices=4),
     Settings("split-1f1b", offload_optimizer=True),
     Settings("split-1f1b", sequence_parallel=True, offload_optimizer=True),
 )
+START_SETTINGS = (*HUNGRY_SETTINGS, *SPARING_SETTINGS)
 """Those of starts of deals, in this order: the later ones need less memory."""
-
-SPARING = -3
-"""From here on they need least memory."""
 
 FIRST_STARTS, FIRST, FIRST_WORK = 20, 0.04, 50_000
 """So many starts at least are priced, and until this share of the budget is spent, before the first of them is judged, one whose
@@ -522,16 +520,16 @@ class _Hunt:
             found = self._best_start(self.deals.starts(number, settings), math.inf)
             return found + self._best_start(self.deals.few(number, settings), found[0][0] if found else math.inf)
 
-        first, hungry, sparing = START_SETTINGS[0], START_SETTINGS[1:SPARING], START_SETTINGS[SPARING:]
+        first, *hungry = HUNGRY_SETTINGS
         if found := begun(first):
             return found
-        plain = all(self.job.sequence_length % settings.sequence_slices == 0 for settings in sparing)
+        plain = all(self.job.sequence_length % settings.sequence_slices == 0 for settings in SPARING_SETTINGS)
         last: list[tuple[float, Deal]] = []
         if plain and all(node.host_memory_bytes is None for node in self.nodes.values()):
-            last = next(filter(None, map(begun, sparing)), [])
+            last = next(filter(None, map(begun, SPARING_SETTINGS)), [])
             if not last:
                 return []
-        rest = hungry if last else (*hungry, *sparing)
+        rest = hungry if last else [*hungry, *SPARING_SETTINGS]
         return next(filter(None, map(begun, rest)), last)
 
     def _best_start(self, deals: Iterable[Deal], least_s: float) -> list[tuple[float, Deal]]:
@@ -568,8 +566,8 @@ class _Hunt:
         met = [(seconds, draft, layout.settings) for seconds, layout, draft in self.ranked() if seconds < self.least_s]
         better = [(seconds, deal) for seconds, deal in settled if seconds < self.least_s]
         drafts = [(seconds, *drafted) for seconds, deal in better if (drafted := self._drafted(deal)) is not None]
-        soon = [entry for entry in (*met, *drafts) if self._expected_s(*entry[1:]) <= self._left_s(1.0)]
-        for _, draft, settings in sorted(soon, key=lambda entry: entry[0])[:1] or met[:1]:
+        found = self._one_in_time(sorted([*met, *drafts], key=lambda entry: entry[0])) or met
+        for _, draft, settings in found[:1]:
             with self._clocked(draft, settings):
                 self.judged([(draft, settings)])
 

@@ -251,7 +251,7 @@ def gpu_kind(name: str, further: Iterable[str] = ()) -> GpuKind:
     found = _names().get(fold(name))
     if found is None:
         known = list(dict.fromkeys([*further, *kinds]))
-        hint = nearest(name, known) or nearest(name, [alias for kind in kinds.values() for alias in kind.aliases])
+        hint = nearest(name, [*known, *(alias for kind in kinds.values() for alias in kind.aliases)])
         raise InputError(f"unknown GPU kind {name!r}{hint or ';'} known: {', '.join(known)}")
     return kinds[found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,13 @@ def test_constants_of_a_file_take_the_place_of_the_shipped_ones(motley: Motley, 
     assert own == bare < ours < slower  # the cluster's own stack is in no record of the file
     ran = motley("simulate", world.plan, "--cluster", by_hand, "--constants", given)
     assert ran.code == 0 and "constants.yaml has no record of the stack 'own', whose figures stay" in ran.err
+
+
+def test_a_file_of_constants_is_not_overwritten(motley: Motley, world: World) -> None:
+    given = world.write("constants.yaml", "stacks: {nemo: {host: 5 ms}}\n")
+    ran = motley("simulate", world.plan, "--cluster", world.cluster, "--constants", given, "--json", given)
+    assert ran.code == 2 and "is read by this command, and would be overwritten" in ran.err
+    assert Path(given).read_text() == "stacks: {nemo: {host: 5 ms}}\n"
 
 
 @pytest.mark.parametrize(

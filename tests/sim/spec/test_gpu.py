@@ -290,7 +290,7 @@ def test_no_two_kinds_share_a_name_or_alias() -> None:
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("RTX4900", "RTX4090"), ("a100-80gb-sxn", "A100-80GB-SXM"), ("H101-NVL", "H100-NVL"), ("MI300", "MI300X")],
+    [("RTX4900", "RTX4090"), ("a100-80gb-sxn", "A100-80GB-SXM"), ("H101-NVL", "H100-NVL"), ("MI300", "MI300X"), ("H101", "H100")],
 )
 def test_an_unknown_name_suggests_the_nearest(name: str, suggestion: str) -> None:
     with pytest.raises(InputError) as caught:
