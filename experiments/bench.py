@@ -38,6 +38,7 @@ STACK_CONSTANTS: Mapping[str, Sequence[Constant]] = {
     "layer": (
         Constant("memory_traffic", 1.5, 0.3, 10.0, 0.7),
         Constant("sharded_traffic", 3.0, 0.3, 30.0, 0.7),
+        Constant("backward_traffic", 1.0, 0.5, 5.0, 0.3),
         Constant("kernel_s", 3e-6, 1e-8, 1e-3, 1.0),
     ),
     "mixture": (Constant("routing_traffic", 3.0, 0.3, 30.0, 0.7),),

@@ -235,6 +235,7 @@ UNSAID = (
     ", sharded_traffic=0.0",
     ", routing_traffic=0.0",
     ", kernel_s=0.0",
+    ", backward_traffic=1.0",
     ", node_dispatch=False",
     ", variant_of=''",
     ", mean_of=''",

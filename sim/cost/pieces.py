@@ -24,8 +24,8 @@ sequence's tokens, cut so that the causal mask leaves all ranks equally many FLO
 those of the slices before it, too.
 
 The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
-memory traffic, which may be another for what tensor parallelism divides and for the way to experts and back; its kernels may each
-take some seconds more. The products of all experts of a layer are one kernel.
+memory traffic, which may be another for what tensor parallelism divides, for the way to experts and back, and in the backward;
+its kernels may each take some seconds more. The products of all experts of a layer are one kernel.
 Left out: the gradients' norm, the quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence
 parallelism.
 """
@@ -291,7 +291,7 @@ def rates_of(kind: GpuKind, precision: str) -> Rates:
 def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSeconds:
     """Seconds of one layer's work at the rates of a kind under a software stack."""
     launch_s = rates.launch_s + stack.kernel_s
-    matmuls, attention = work.matmuls, work.attention
+    matmuls, attention, backward_traffic = work.matmuls, work.attention, BACKWARD_TRAFFIC * stack.backward_traffic
     matmul_s = rates.matmul_s(matmuls, rates.matmul_peak) / stack.matmul_scale + matmuls.count * launch_s
     if attention.flash:
         kernels = 1
@@ -302,12 +302,12 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         scores = MatmulWork(2, round(attention.flop), 0)
         products_s = rates.matmul_s(scores, rates.other_peak) / stack.attention_scale
         traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale
-        attention_s, backward_s = products_s + traffic_s, 2 * products_s + BACKWARD_TRAFFIC * traffic_s
+        attention_s, backward_s = products_s + traffic_s, 2 * products_s + backward_traffic * traffic_s
     rest_s = rates.memory_s(stack.moved_bytes(work.memory_bytes, work.sharded_bytes, work.routing_bytes))
     others = work.memory_kernels + kernels
     attention_s += kernels * launch_s
     forward_s = matmul_s + attention_s + rest_s + work.memory_kernels * launch_s
-    input_s = matmul_s + backward_s + BACKWARD_TRAFFIC * rest_s + 2 * others * launch_s
+    input_s = matmul_s + backward_s + backward_traffic * rest_s + 2 * others * launch_s
     return PieceSeconds(
         forward_s=forward_s,
         backward_input_s=input_s,
@@ -385,7 +385,7 @@ def embedding_seconds(
     return PieceSeconds(
         forward_s=matmul_s + rest_s + kernels * launch_s,
         backward_input_s=matmul_s,
-        backward_weight_s=matmul_s + BACKWARD_TRAFFIC * rest_s + 2 * kernels * launch_s + sum_s,
+        backward_weight_s=matmul_s + BACKWARD_TRAFFIC * stack.backward_traffic * rest_s + 2 * kernels * launch_s + sum_s,
         forward_kernels=matmuls.count + kernels,
         backward_input_kernels=matmuls.count,
         backward_weight_kernels=matmuls.count + 2 * kernels,
@@ -418,18 +418,18 @@ def head_seconds(
     casts = element_bytes < 4
     per_logit, loss_kernels = 4 + 4 + (element_bytes + 4 if casts else 0), 1 + casts
     logits = tokens * -(-transformer.padded_vocab // tensor_parallel)
-    loss_s = rates.memory_s(logits * per_logit * stack.loss_traffic) + loss_kernels * launch_s
+    loss_s, loss_launch_s = rates.memory_s(logits * per_logit * stack.loss_traffic), loss_kernels * launch_s
     norm_s, norm_kernels = 0.0, 0
     if transformer.final_norm:
         divided = tensor_parallel if sequence_parallel else 1
         norm_bytes = 2 * tokens * transformer.hidden * element_bytes / divided
         norm_s, norm_kernels = rates.memory_s(norm_bytes * stack.memory_traffic), 1
     kernels = matmuls.count + loss_kernels + norm_kernels
-    norm_back_s = BACKWARD_TRAFFIC * norm_s + 2 * norm_kernels * launch_s
+    norm_back_s = BACKWARD_TRAFFIC * stack.backward_traffic * norm_s + 2 * norm_kernels * launch_s
     parameters = head_parameters_at(transformer, tensor_parallel) + tied_copy_parameters_at(transformer, tensor_parallel)
     return PieceSeconds(
-        forward_s=matmul_s + loss_s + norm_s + norm_kernels * launch_s,
-        backward_input_s=matmul_s + loss_s + norm_back_s,
+        forward_s=matmul_s + loss_s + loss_launch_s + norm_s + norm_kernels * launch_s,
+        backward_input_s=matmul_s + stack.backward_traffic * loss_s + loss_launch_s + norm_back_s,
         backward_weight_s=matmul_s + rates.memory_s(parameters * stack.gradient_bytes),
         forward_kernels=kernels,
         backward_input_kernels=kernels + norm_kernels,

@@ -41,6 +41,9 @@ class Stack:
     """Seconds more of the GPU for each kernel, however small: where a fused stack has one, others have several."""
     loss_traffic: float = 1.0
     """Bytes that its cross-entropy moves per byte that a fused one moves."""
+    backward_traffic: float = 1.0
+    """Bytes that the backward of what memory bounds, the loss included, moves per byte of a fused one, beyond what the scales of
+    its forward say."""
     gradient_bytes: float = 0.0
     """Bytes that each backward moves per parameter to sum its gradients, where the matmul does not do it."""
     host_s: float = 0.0
@@ -134,6 +137,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "routing_traffic": (0.0, 100.0),
     "kernel_s": (0.0, 1.0),
     "loss_traffic": _SCALE,
+    "backward_traffic": _SCALE,
     "gradient_bytes": (0.0, 1000.0),
     "host_s": (0.0, 1.0),
     "tensor_host_s": (0.0, 1.0),

@@ -49,6 +49,7 @@ software = st.builds(
     routing_traffic=st.just(0.0) | four_digits(0.01, 100.0),
     kernel_s=times,
     loss_traffic=scales,
+    backward_traffic=scales,
     gradient_bytes=st.just(0.0) | four_digits(1e-6, 1000.0),
     host_s=times,
     tensor_host_s=times,

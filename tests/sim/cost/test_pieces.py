@@ -249,6 +249,22 @@ def test_a_stack_scales_the_rates_and_bytes_that_it_is_about() -> None:
         assert head.forward_s == pytest.approx(forward_s)
         # The norm moves half as much again, the cross-entropy as much.
         assert head.backward_input_s == pytest.approx(forward_s + norm * stack.memory_traffic / 2)
+        more = head_seconds(slow, replace(stack, backward_traffic=2.0), TINY, 1, 4)
+        assert (more.forward_s, more.backward_weight_s) == (head.forward_s, head.backward_weight_s)
+        assert more.backward_input_s == pytest.approx(2 * head.backward_input_s)
+
+
+def test_the_backward_may_move_more_of_what_memory_bounds_and_nothing_else() -> None:
+    slow, more = kind(NEVER, 1.0), replace(STACK, backward_traffic=3.0)
+    fused, plain = layer_seconds(slow, STACK, TINY, 1, 4), layer_seconds(slow, more, TINY, 1, 4)
+    # Norms and residuals of 4 tokens of 8 numbers and their activation in bf16 move half as much again as forward.
+    rest = fused.forward_s - fused.attention_s
+    assert plain.backward_input_s - fused.backward_input_s == pytest.approx(2 * 1.5 * rest)
+    same = ("forward_s", "backward_weight_s", "attention_s", "attention_backward_s", "pointwise_s")
+    assert [getattr(plain, name) for name in same] == [getattr(fused, name) for name in same]
+    embedding = [embedding_seconds(slow, stack, TINY, 1, 4) for stack in (STACK, more)]
+    assert embedding[1].backward_weight_s == pytest.approx(3 * embedding[0].backward_weight_s)
+    assert embedding[1].forward_s == embedding[0].forward_s
 
 
 def test_what_tensor_parallelism_divides_may_move_more() -> None:
@@ -399,6 +415,7 @@ stacks = st.builds(
     sharded_traffic=st.just(0.0) | st.floats(1.0, 9.0),
     routing_traffic=st.just(0.0) | st.floats(1.0, 9.0),
     kernel_s=st.just(0.0) | st.floats(1e-7, 1e-5),
+    backward_traffic=st.floats(1.0, 2.0),
     gradient_bytes=st.floats(0.0, 10.0),
 )
 
