@@ -3,12 +3,14 @@
     motley bench --device cuda --out results/gpu-runs/bench.yaml
     python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9] [--compile]    # on a machine with a GPU
     python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs-KIND  # anywhere
+    python benchmarks/gpu_runs.py --again benchmarks/results/gpu-bench-KIND.yaml --table benchmarks/results/gpu-runs-KIND
 
 A plan's trace and results stay in `runs/NAME/` there (`compiled/NAME/` with `--compile`), as a worker leaves them; what is there
 already is kept. The table, as text
 and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
 runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
-plans. Every plan is trained as `motley run` does it, by a worker of its own.
+plans. After a change of what the simulator counts, `--again` fits such a file to its measurements once more, and predicts by it
+what a table has as measured; both are rewritten. Every plan is trained as `motley run` does it, by a worker of its own.
 
 Plans of several devices are trained by as many workers that share the GPU through gloo: their peaks of memory are as on GPUs of
 their own, their times are not, and are left out.
@@ -23,19 +25,22 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from forked import forked_worker
 
+from experiments.bench import fit_bench
 from experiments.machine import allocated_bytes
 from experiments.measured import run_report
 from runtime.results import RunResult, is_written, read_result
 from runtime.settings import Settings
 from sim.engine import simulate
-from sim.spec.bench import Bench, read_bench
+from sim.spec.bench import Bench, bench_yaml, read_bench
+from sim.spec.cluster import Cluster, Intra, Node
+from sim.spec.gpu import gpu_kind
 from sim.spec.plan import Pipeline, Plan, Replica, Stage
 from sim.spec.reading import write_file
 from sim.spec.transformer import Moe, Transformer, transformer
@@ -210,13 +215,35 @@ def times(name: str, result: RunResult, found: Bench | None) -> dict[str, float 
     from runtime.recorder import WARM_UP  # here, because it loads torch
 
     quartiles_s = statistics.quantiles(result.step_s[WARM_UP:], n=4)
-    benched_s = None
-    if found is not None:
-        assert found.stack is not None
-        nodes = tuple([replace(node, gpu=found.gpu_kind) for node in told.cluster.nodes])
-        benched_s = simulate(result.trace.plan, replace(told.cluster, nodes=nodes, stack=found.stack)).iteration_s
+    benched_s = None if found is None else benched(told.cluster, result.trace.plan, found)
     spread = (quartiles_s[2] - quartiles_s[0]) / result.iteration_s
     return dict(zip(TIMES, (result.iteration_s, spread, told.measured.mfu, told.simulated.iteration_s, benched_s), strict=True))
+
+
+def benched(cluster: Cluster, own: Plan, found: Bench) -> float:
+    """The seconds of a plan's iteration on the cluster, by what a bench found of its kind."""
+    assert found.stack is not None and found.gpu_kind is not None
+    nodes = tuple([replace(node, gpu=found.gpu_kind) for node in cluster.nodes])
+    return simulate(own, replace(cluster, nodes=nodes, stack=found.stack)).iteration_s
+
+
+def again(lines: Iterable[Mapping[str, str]], chosen: Mapping[str, Plan], found: Bench) -> list[dict[str, Any]]:
+    """The rows of a table's lines, what was measured as it stands there, and the times predicted anew."""
+    assert found.gpu_kind is not None
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        rows.append({name: value if name in ("plan", "model") else number(value) for name, value in line.items()})
+        if rows[-1]["measured_s"] is not None:
+            own = chosen[line["plan"]]
+            name = own.devices[0].rpartition("/")[0]
+            alone = Cluster("this machine", (Node(name, gpu_kind(found.gpu_kind.name), 1, Intra("nvlink", 1.0), None),))
+            rows[-1] |= {"shipped_s": simulate(own, alone).iteration_s, "benched_s": benched(alone, own, found)}
+    return rows
+
+
+def number(text: str) -> float | int | None:
+    """What a field of a table says."""
+    return None if not text else int(text) if text.isdecimal() else float(text)
 
 
 def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
@@ -265,28 +292,57 @@ def write_table(folder: Path, chosen: Mapping[str, Plan], target: Path, compiled
         raise SystemExit(f"there are no runs in {runs}")
     rows = [row(name, read_result(runs / name), found) for name in there]
     kind = next(iter(read_result(runs / there[0]).device_kinds.values()))
+    write_rows(rows, head(kind, found, compiled), target)
+
+
+def write_table_again(bench_file: Path, chosen: Mapping[str, Plan], target: Path) -> None:
+    """Nothing; fits the bench once more, predicts a table's plans by it, writes both, and prints the table."""
+    before = read_bench(bench_file)
+    if before.gpu_kind is None:
+        raise SystemExit(f"{bench_file} has no measurements of a device")
+    shipped = replace(before.gpu_kind, efficiency=gpu_kind(before.gpu_kind.name).efficiency)
+    found = fit_bench(replace(before, gpu_kind=shipped)).bench
+    with target.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        rows = again(csv.DictReader(file), chosen, found)
+    write_file(bench_file, bench_yaml(found), replace=True)
+    write_rows(rows, head(found.device, found, compiled=False), target)
+
+
+def head(kind: str, found: Bench | None, compiled: bool) -> str:
+    """A table's first line."""
     machine = kind if found is None else ", ".join([found.device, *(f"{k} {v}" for k, v in (found.versions or {}).items())])
     layers = ", layers compiled" if compiled else ""
-    head = f"{machine}. One GPU, bf16 but where the name says tf32{layers}; errors are predicted / measured - 1."
+    return f"{machine}. One GPU, bf16 but where the name says tf32{layers}; errors are predicted / measured - 1."
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], first: str, target: Path) -> None:
+    """Nothing; writes a table as text and as CSV, and prints it."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_file(target.with_suffix(".csv"), text.getvalue(), replace=True)
-    write_file(target.with_suffix(".txt"), table(rows, head), replace=True)
-    print(table(rows, head))
+    write_file(target.with_suffix(".txt"), table(rows, first), replace=True)
+    print(table(rows, first))
 
 
 def main() -> None:
     """Nothing; see the head of the file."""
     parser = argparse.ArgumentParser(description="Trains plans on one GPU, and tells how far off they were predicted.")
-    parser.add_argument("--out", type=Path, required=True)
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--out", type=Path, help="where runs are, and go")
+    place.add_argument("--again", type=Path, metavar="BENCH", help="fit this bench anew, and predict the plans of --table by it")
     parser.add_argument("--only", nargs="*", help="the plans of these names")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true", help="compile the layers, as `motley run --compile` does")
     parser.add_argument("--table", type=Path, help="write the table there, .txt and .csv, and train nothing")
     asked = parser.parse_args()
+    if asked.again is not None:
+        if asked.table is None:
+            parser.error("--again needs --table, the table whose plans are predicted")
+        write_table_again(asked.again, plans(), asked.table)
+        return
     chosen = {name: found for name, found in plans().items() if not asked.only or name in asked.only}
     if asked.table is not None:
         write_table(asked.out.resolve(), chosen, asked.table, asked.compile)
