@@ -1,16 +1,16 @@
 """Trains plans on one GPU, and tells how far off they were predicted: by the catalogue alone, and by what `motley bench` found.
 
-    motley bench --device cuda --out results/gpu-runs/bench.yaml
+    motley bench --device cuda --out results/gpu-runs/bench.yaml              # with --compile: .../bench-compiled.yaml
     python benchmarks/gpu_runs.py --out results/gpu-runs [--only NAME ...] [--steps 9] [--compile]    # on a machine with a GPU
     python benchmarks/gpu_runs.py --out results/gpu-runs --table benchmarks/results/gpu-runs-KIND  # anywhere
     python benchmarks/gpu_runs.py --again benchmarks/results/gpu-bench-KIND.yaml --table benchmarks/results/gpu-runs-KIND
 
 A plan's trace and results stay in `runs/NAME/` there (`compiled/NAME/` with `--compile`), as a worker leaves them; what is there
-already is kept. The table, as text
-and CSV, has the measured iteration and peak memory of each plan beside the simulated ones: with the kind's shipped record and a
-runtime that loses nothing, and with the record and the stack of `bench.yaml`, if that is there. The bench knows none of these
-plans. After a change of what the simulator counts, `--again` fits such a file to its measurements once more, and predicts by it
-what a table has as measured; both are rewritten. Every plan is trained as `motley run` does it, by a worker of its own.
+already is kept. The table, as text and CSV, has the measured iteration and peak memory of each plan beside the simulated ones:
+with the kind's shipped record and a runtime that loses nothing, and with the record and the stack of the bench, if that is there.
+The bench knows none of these plans. After a change of what the simulator counts, `--again` fits a bench to its measurements once
+more, and predicts by it what a table has as measured; both are rewritten. Every plan is trained as `motley run` does it, by a
+worker of its own.
 
 Plans of several devices are trained by as many workers that share the GPU through gloo: their peaks of memory are as on GPUs of
 their own, their times are not, and are left out.
@@ -144,6 +144,9 @@ def plans() -> dict[str, Plan]:
 
 _RUNS = {False: "runs", True: "compiled"}
 """The folder of the runs of layers as they are, and of compiled ones."""
+
+_BENCHES = {False: "bench.yaml", True: "bench-compiled.yaml"}
+"""The benches that predict them."""
 
 
 def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str, compiled: bool = False) -> None:
@@ -285,7 +288,8 @@ def table(rows: Sequence[Mapping[str, Any]], head: str) -> str:
 
 def write_table(folder: Path, chosen: Mapping[str, Plan], target: Path, compiled: bool = False) -> None:
     """Nothing; writes the table of the runs that are there, and prints it."""
-    found = read_bench(folder / "bench.yaml") if (folder / "bench.yaml").is_file() else None
+    path = folder / _BENCHES[compiled]
+    found = read_bench(path) if path.is_file() else None
     runs = folder / _RUNS[compiled]
     there = [name for name in chosen if is_written(runs / name)]
     if not there:

@@ -191,8 +191,9 @@ def _source(fit: BenchFit, kept: Sequence[str]) -> str:
     assert name == "all"
     rest = f"; as before: {', '.join(kept)}" if kept else ""
     measured = fit.bench
+    how = ", ".join((*measured.precisions, *(["layers compiled"] if measured.compiled else [])))
     return (
-        f"motley bench on {measured.device} ({', '.join(measured.precisions)}): {count} measurements, met within "
+        f"motley bench on {measured.device} ({how}): {count} measurements, met within "
         f"{median:.3f} in the median and {ninth:.3f} in nine of ten{rest}"
     )
 

@@ -13,10 +13,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._functorch.config as ahead_of_time
 import torch.nn.functional as F
 
 from runtime.model import Head, Layer, rotary_tables
@@ -101,6 +103,8 @@ class Case:
     operation: str
     shape: dict[str, int]
     precision: str
+    compiled: bool = False
+    """Whether its layers are compiled, if it has any."""
 
 
 # --- What to measure -------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def bench_precisions(device: torch.device, asked: Sequence[str]) -> tuple[str, .
     return tuple(dict.fromkeys(asked))
 
 
-def bench_cases(device: torch.device, precisions: Sequence[str], quick: bool = False) -> list[Case]:
+def bench_cases(device: torch.device, precisions: Sequence[str], quick: bool = False, compiled: bool = False) -> list[Case]:
     """What a bench of the device measures, in order. Finds out first how fast it multiplies, for which it takes a second."""
     effort = EFFORTS[device.type, quick]
     room = MEMORY_SHARE * _free_bytes(device)
@@ -149,7 +153,7 @@ def bench_cases(device: torch.device, precisions: Sequence[str], quick: bool = F
         found.append(Case("launch", {"kernels": 200}, precision))
         if device.type == "cuda":
             found.append(Case("host", {"kernels": HOST_KERNELS}, precision))
-        cases += [case for case in found if _case_bytes(case) <= room]
+        cases += [replace(case, compiled=compiled) for case in found if _case_bytes(case) <= room]
     return cases
 
 
@@ -316,8 +320,13 @@ def _matmul_rate(device: torch.device, precision: str, quick: bool) -> float:
 
 def measure(case: Case, device: torch.device, quick: bool = False) -> Measurement | None:
     """What a case takes; None where the GPU's memory does not suffice for it."""
+    # What a compiled forward kept shall be there when its backward runs again.
+    with ahead_of_time.patch(donated_buffer=False) if case.compiled else nullcontext():
+        return _measured(case, device, EFFORTS[device.type, quick])
+
+
+def _measured(case: Case, device: torch.device, effort: Effort) -> Measurement | None:
     _use_precision(case.precision)
-    effort = EFFORTS[device.type, quick]
     try:
         if case.operation == "launch" and device.type == "cuda":
             run = _captured(case, device)
@@ -477,7 +486,7 @@ def _made_layer(
     section = Section(range_parameters(model, (0, 1)), (0, 1), 0, degree, dtype, device)
     section.values.normal_(0, 0.02)
     # A group of one: the rank's own part of the matrices, without the collectives that sum over the others.
-    layer = Layer(model, section, 0, TensorGroup(0, 1, None), "none")
+    layer = Layer(model, section, 0, TensorGroup(0, 1, None), "none", case.compiled)
     for norm in (layer.attention_norm, layer.mlp_norm):
         norm.weight_H.data.fill_(1)
     rotary = rotary_tables(model, [(0, shape["sequence_length"])], device, dtype)
@@ -489,6 +498,8 @@ def _made_layer(
             stream_SBH = layer(stream_SBH, rotary, None)
         return stream_SBH
 
+    if case.compiled:  # else one graph would do for all shapes, slower than one for each, which trainings have
+        torch.compiler.reset()
     return forward, [x_SBH, *layer.parameters()]
 
 
@@ -587,7 +598,9 @@ _RUNS: dict[str, Callable[[Case, torch.device], Callable[[], object]]] = {
 # --- The device ------------------------------------------------------------------------------------------------------
 
 
-def described(device: torch.device, precisions: Sequence[str], measurements: Sequence[Measurement]) -> Bench:
+def described(
+    device: torch.device, precisions: Sequence[str], measurements: Sequence[Measurement], compiled: bool = False
+) -> Bench:
     """The bench of these measurements. Its kind has the figures that are known of this very device.
 
     These are its memory, and of a kind that the catalogue does not know, or a CPU, the best rates that were measured, which stand
@@ -610,7 +623,16 @@ def described(device: torch.device, precisions: Sequence[str], measurements: Seq
         kind = _measured_kind(name, known, memory_bytes, measurements)
     source = f"{kind.source}; memory as torch tells it" if kind.memory_bytes != (known or kind).memory_bytes else kind.source
     kind = replace(kind, source=source)
-    return Bench(hardware_name(device), kind.name, tuple(precisions), threads, versions, tuple(measurements), (), kind)
+    return Bench(
+        hardware_name(device),
+        kind.name,
+        tuple(precisions),
+        threads,
+        versions,
+        tuple(measurements),
+        gpu_kind=kind,
+        compiled=compiled,
+    )
 
 
 def _measured_kind(name: str, known: GpuKind | None, memory_bytes: int, measurements: Sequence[Measurement]) -> GpuKind:

@@ -39,6 +39,12 @@ def bench(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small measurements.", show_default=False)] = False,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Of layers that torch compiled, as those of `motley run --compile` are.", show_default=False
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -128,8 +134,9 @@ def bench(
       motley bench --links --from-log all_reduce_perf.log --out links.yaml
     """
     _check_flags(links, from_log, {"--workers": workers, "--names": names, "--backend": backend, "--testbed": testbed}, rename)
-    if links and (precision or plot):
-        raise InputError(f"--links measures no device, of which {'--precision' if precision else '--plot'} would be")
+    of_device = {"--precision": precision, "--compile": compiled, "--plot": plot}
+    if links and (given := next((flag for flag, value in of_device.items() if value), None)):
+        raise InputError(f"--links measures no device, of which {given} would be")
     files = outputs({"--out": out, "--plot": plot}, from_log or ())
     if plot is not None:
         from experiments.pictures import check_picture  # matplotlib, only where something is drawn
@@ -141,7 +148,7 @@ def bench(
         elif links:
             _links_measured(device, backend, names, workers, quick, testbed, files)
         else:
-            _device_measured(device, precision or (), quick, plot, files)
+            _device_measured(device, precision or (), quick, compiled, plot, files)
     except KeyboardInterrupt:
         tell_error("interrupted: nothing was written")
         raise typer.Exit(INTERRUPTED) from None
@@ -169,7 +176,7 @@ UNSTEADY = 0.2
 # --- A device --------------------------------------------------------------------------------------------------------
 
 
-def _device_measured(name: str, asked: Sequence[str], quick: bool, plot: Path | None, files: Outputs) -> None:
+def _device_measured(name: str, asked: Sequence[str], quick: bool, compiled: bool, plot: Path | None, files: Outputs) -> None:
     """Nothing; measures a device, fits its constants, and tells of both."""
     with needing_torch("bench"):
         from runtime.bench import bench_cases, bench_device, bench_precisions, described, measure
@@ -177,7 +184,7 @@ def _device_measured(name: str, asked: Sequence[str], quick: bool, plot: Path | 
 
     device = bench_device(name)
     precisions = bench_precisions(device, asked)
-    cases = bench_cases(device, precisions, quick)
+    cases = bench_cases(device, precisions, quick, compiled)
     # By lot, so that a machine that is slower for a while is not slower for one sort of work.
     order = random.Random(0).sample(range(len(cases)), len(cases))
     found = {}
@@ -186,7 +193,7 @@ def _device_measured(name: str, asked: Sequence[str], quick: bool, plot: Path | 
             found[i] = measure(cases[i], device, quick)
             progress()
     measurements = [m for i in range(len(cases)) if (m := found[i]) is not None]
-    fit = fit_bench(described(device, precisions, measurements))
+    fit = fit_bench(described(device, precisions, measurements, compiled))
     files.write("--out", bench_yaml(fit.bench))
     if plot is not None:
         files.tell(plot, draw_bench(fit, plot))

@@ -5,6 +5,7 @@
     kind: H200                           # in the catalogue, or the device's own name; CPU for a CPU
     precisions: [bf16]
     threads: 2                           # of a CPU
+    compiled: true                       # if layers were compiled by torch, as `motley run --compile` does
     versions: {motley: 0.1.0, torch: 2.13.0}
     gpu_kind: {memory: 150754820096 B}   # figures that are the device's and not the catalogue's
     efficiency: {matmul_fraction: 0.71, matmul_half: 2.6 us, source: ...}
@@ -186,6 +187,8 @@ class Bench:
     """The kind with what is this device's own: figures that were measured, and the fitted efficiency. None: links only."""
     stack: Stack | None = None
     """What the runtime that was measured adds, fitted; None: that was not."""
+    compiled: bool = False
+    """Whether the layers that were measured were compiled by torch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", dict(self.versions or {}))
@@ -207,6 +210,8 @@ def bench_yaml(bench: Bench) -> str:
         head |= {"kind": bench.kind, "precisions": list(bench.precisions)}
     if bench.threads is not None:
         head["threads"] = bench.threads
+    if bench.compiled:
+        head["compiled"] = True
     if bench.versions:
         head["versions"] = dict(bench.versions)
     if bench.gpu_kind is not None:
@@ -247,6 +252,7 @@ def read_bench(path: str | Path) -> Bench:
     device, kind = table.text("device"), table.text("kind", "")
     precisions = table.get("precisions", _precisions, f"a list of {', '.join(PRECISIONS)}", () if not kind else ("",))
     threads = table.integer("threads", None, minimum=1)
+    compiled = table.flag("compiled", False)
     versions = table.table("versions", None)
     told = {} if versions is None else {name: versions.text(name) for name in versions.keys()}  # noqa: SIM118
     gpu_kind = _read_kind(kind, table)
@@ -257,7 +263,7 @@ def read_bench(path: str | Path) -> Bench:
     if precisions == ("",):
         raise table.error("precisions", "is missing; a bench of a device names those that it measured")
     try:
-        return Bench(device, kind, precisions, threads, told, tuple(measurements), tuple(links), gpu_kind, stack)
+        return Bench(device, kind, precisions, threads, told, tuple(measurements), tuple(links), gpu_kind, stack, compiled)
     except InputError as error:
         raise table.error("", str(error)) from None
 

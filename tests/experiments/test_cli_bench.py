@@ -59,6 +59,18 @@ def test_a_real_bench_comes_back_from_its_file_and_into_a_cluster(motley: Motley
 
 
 @pytest.mark.usefixtures("instant")
+def test_a_bench_of_compiled_layers_says_so(motley: Motley, world: World) -> None:
+    found = {}
+    for name, flags in (("plain.yaml", ()), ("compiled.yaml", ("--compile",))):
+        out = world.folder / name
+        assert motley("bench", "--device", "cpu", "--quick", *flags, "--out", out).code == 0
+        found[name] = read_bench(out)
+    assert [bench.compiled for bench in found.values()] == [False, True]
+    gpu_kind = found["compiled.yaml"].gpu_kind
+    assert gpu_kind is not None and "(fp32, layers compiled)" in gpu_kind.efficiency.source
+
+
+@pytest.mark.usefixtures("instant")
 def test_constants_at_their_bounds_are_warned_of_and_an_earlier_file_is_kept(motley: Motley, world: World) -> None:
     out = world.folder / "cpu.yaml"
     out.write_text("earlier", encoding="utf-8")
@@ -146,6 +158,7 @@ def test_logs_are_read_and_their_hosts_renamed(motley: Motley, world: World) -> 
         (["--from-log", "x.log"], "--from-log is of links, but --links is not given"),
         (["--links", "--workers", "1"], "expected a whole number of at least 2, but got '1'"),
         (["--links", "--precision", "fp32"], "--links measures no device, of which --precision would be"),
+        (["--links", "--compile"], "--links measures no device, of which --compile would be"),
         (["--links", "--from-log", "x.log", "--workers", "2"], "--from-log measures nothing, of which --workers would be"),
         (["--links", "--rename", "a=b"], "--rename is of the hosts in a log, but --from-log is not given"),
         (["--links", "--from-log", "no-such.log"], "no-such.log: cannot be read"),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,8 @@ def test_every_operation_of_a_cpu_is_measured_and_backward_beside_forward(rate: 
         for what in ("attention", "layer", "mixture", "head"):
             forward = [case.shape for case in of_this if case.operation == f"{what} forward"]
             assert forward == [case.shape for case in of_this if case.operation == f"{what} backward"]
+    assert {case.compiled for case in cases} == {False}
+    assert bench_cases(CPU, ["fp32", "bf16"], compiled=True) == [dataclasses.replace(case, compiled=True) for case in cases]
     # A rank's part of matrices is among the shapes.
     assert len({case.shape["tensor_parallel"] for case in cases if case.operation == "layer forward"}) > 1
     # Few experts and many.
@@ -123,6 +126,31 @@ def test_every_operation_is_measured_in_time(operation: str, shape: dict[str, in
     assert found is not None
     assert (found.operation, found.shape, found.precision, found.repeats) == (operation, shape, precision, 3)
     assert 1e-8 < found.seconds < 5.0
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_layers_can_be_compiled_each_for_its_own_shape(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd  # here, because it loads torch's compiler
+
+    sizes: list[tuple[object, ...]] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        sizes.extend(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor) and value.dim() == 3)
+        return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    torch.compiler.reset()
+    shapes = [LAYER, {**LAYER, "sequence_length": 48}]
+    found = [measure(Case(f"layer {way}", shape, "fp32", compiled=True), CPU, quick=True) for shape in shapes]
+    assert [m.shape for m in found if m is not None] == shapes
+    # A number of the shape that was left open would be a symbol.
+    assert sizes == [(shape["sequence_length"], shape["sequences"], shape["hidden"]) for shape in shapes]
+    assert all(type(number) is int for size in sizes for number in size)
+    sizes.clear()
+    measure(Case(f"layer {way}", LAYER, "fp32"), CPU, quick=True)
+    measure(Case("matmul", {"rows": 8, "columns": 8, "inner": 8}, "fp32", compiled=True), CPU, quick=True)
+    assert sizes == []
 
 
 def test_a_rank_of_a_group_has_its_part_of_the_matrices() -> None:
@@ -255,10 +283,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU 
 
 
 @gpu
-def test_a_gpu_is_measured_at_rates_that_it_can_have() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_is_measured_at_rates_that_it_can_have(compiled: bool) -> None:
     device = bench_device("cuda")
     precisions = bench_precisions(device, [])
-    cases = bench_cases(device, precisions, quick=True)
+    cases = bench_cases(device, precisions, quick=True, compiled=compiled)
     assert {case.operation for case in cases} == set(OPERATIONS)
     found = [m for case in cases if (m := measure(case, device, quick=True)) is not None]
     assert len(found) == len(cases)

@@ -45,7 +45,7 @@ def own_kind(name: str) -> Bench:
         own_kind("H200"),
         replace(own_kind("CPU"), threads=2, stack=Stack("bench", memory_traffic=1.4, host_s=9.1e-06, source="measured")),
         replace(own_kind("H200"), kind=NEW, gpu_kind=replace(gpu_kind("H200"), name=NEW, aliases=(), efficiency=EFFICIENCY)),
-        replace(own_kind("H200"), device="[a: 'b'] # c", links=(SEND,)),
+        replace(own_kind("H200"), device="[a: 'b'] # c", links=(SEND,), compiled=True),
     ],
 )  # fmt: skip
 def test_what_is_written_is_read_back_equal(bench: Bench, tmp_path: Path) -> None:
