@@ -10,7 +10,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 from experiments import baselines  # noqa: F401
 from experiments.judges import judge_named
 from experiments.parallel import check_interrupt, in_processes
+from experiments.repeats import Spread, repeated
 from partition.objective import MEASURED_IN, Ledger, Outlay
 from partition.search import DEFAULT_BUDGET_S, Result, Search, plan, planner_named
+from sim.metrics import cost as cost_of
+from sim.metrics import report
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible, Verdict
@@ -73,6 +76,10 @@ class Outcome:
     remark: str | None = None
     fits: bool = True
     """False where the plan was judged for its time alone, because it does not fit in memory."""
+    in_step_s: float | None = None
+    """The iteration on devices of equal speed, where the cost is that of a run on others."""
+    spread: Spread | None = None
+    """Of these runs, all; the cost is of the one in the middle."""
 
     @property
     def cost(self) -> Cost | None:
@@ -202,6 +209,33 @@ def compare(
     run = partial(_run_once, keep)
     found, interrupted = in_processes(run, cells, processes, progress, lambda outcome: outcome.stopped == "interrupted")
     return [outcome for outcome in found if outcome is not None], interrupted
+
+
+def with_jitter(
+    outcomes: Sequence[Outcome],
+    jitter: float,
+    repeats: int,
+    processes: int | None = None,
+    progress: Callable[[], None] | None = None,
+) -> tuple[list[Outcome], bool]:
+    """The outcomes with their plans simulated on devices whose speeds differ by chance, and whether Ctrl-C ended it early.
+
+    `jitter` is the standard deviation of the speeds, as a fraction. Each plan is simulated `repeats` times, with the speeds that
+    its cell's seed and those after it draw, and costs what the run in the middle does: plans of the same seed have the same
+    devices. Alike pipelines then no longer send at the same instants, as those of equal devices do.
+    """
+    found, interrupted = in_processes(partial(_jittered, jitter, repeats), outcomes, processes, progress)
+    return [outcome for outcome in found if outcome is not None], interrupted
+
+
+def _jittered(jitter: float, repeats: int, outcome: Outcome) -> Outcome:
+    """The outcome with the cost of the run in the middle, if it has a plan."""
+    cell, result = outcome.cell, outcome.result
+    if result is None or result.plan is None or result.cost is None:
+        return outcome
+    trace, spread = repeated(result.plan, cell.cluster, cell.seed, jitter, repeats)
+    middle = replace(result, cost=cost_of(report(trace, cell.cluster)))
+    return replace(outcome, result=middle, in_step_s=result.cost.iteration_s, spread=spread)
 
 
 # --- What is kept of an unfinished comparison ------------------------------------------------------------------------
@@ -371,6 +405,7 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
         "seed": cell.seed,
         "budget_s": cell.budget_s if outcome.searched else None,
         **{name: getattr(cost, name) if cost is not None else None for name in measures},
+        **_spread_columns(outcome),
         **{name: getattr(outcome.outlay, name, None) for name in ("dollars_per_billion_tokens", "joules_per_token")},
         "memory_headroom": headroom(outcome.plan, cost, cell.cluster) if outcome.plan is not None and cost is not None else None,
         "judged": searched.judged if searched is not None else None,
@@ -384,6 +419,20 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
         "judged_as": outcome.remark,
         "plan": plan_file,
         "version": VERSION,
+    }
+
+
+def _spread_columns(outcome: Outcome) -> dict[str, Any]:
+    """What a row tells of the runs on devices of different speeds, if there were any."""
+    if outcome.spread is None:
+        return {}
+    times = outcome.spread.iteration_s
+    return {
+        "in_step_s": outcome.in_step_s,
+        "jitter": outcome.spread.jitter,
+        "repeats": len(times),
+        "least_s": min(times),
+        "most_s": max(times),
     }
 
 

@@ -14,6 +14,7 @@ from experiments.commands.options import (
     ConstantsFile,
     GlobalBatch,
     GradientPrecision,
+    Jitter,
     JudgeName,
     ModelName,
     ObjectiveName,
@@ -21,6 +22,7 @@ from experiments.commands.options import (
     SequenceLength,
     StackName,
     budget_s,
+    check_jitter,
     files_behind,
     folder,
     on_stack,
@@ -29,7 +31,18 @@ from experiments.commands.options import (
     read_objective,
     whole_number,
 )
-from experiments.comparison import Cell, Outcome, history_rows, kept, ranking, ratio_to_best, row, rows_csv, rows_json
+from experiments.comparison import (
+    Cell,
+    Outcome,
+    history_rows,
+    kept,
+    ranking,
+    ratio_to_best,
+    row,
+    rows_csv,
+    rows_json,
+    with_jitter,
+)
 from experiments.comparison import compare as run_comparison
 from experiments.compilation import compile_first
 from experiments.exits import FAILED, INTERRUPTED, NO_ANSWER, tell_error
@@ -38,6 +51,7 @@ from experiments.output import Outputs, check_folder, outputs
 from experiments.peers import judge_peer, peers_on
 from experiments.progress import count_progress
 from experiments.standings import standings_table
+from experiments.tables import per_cent
 from partition import PLANNERS
 from partition.search import planner_named
 from sim.spec.cluster import Cluster
@@ -77,6 +91,16 @@ Folder = Annotated[
         show_default=False,
     ),
 ]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats",
+        metavar="N",
+        parser=whole_number(1),
+        help="With --jitter: simulate each plan so often, and rank it by the run in the middle.  [default: 5]",
+        show_default=False,
+    ),
+]
 RowsFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; '-' is standard output.", show_default=False)
 ]
@@ -91,6 +115,9 @@ Processes = Annotated[
     ),
 ]
 
+
+REPEATS = 5
+"""How often each plan is simulated with jitter."""
 
 TABLES, PICTURE = ("results.csv", "history.csv"), "quality.png"
 """What --out holds besides the plans."""
@@ -115,6 +142,8 @@ def compare(
     budget: Budget = "10s",
     seed: OneSeed = None,
     seeds: SeedCount = None,
+    jitter: Jitter = 0.0,
+    repeats: Repeats = None,
     out: Folder = None,
     json_file: RowsFile = None,
     processes: Processes = None,
@@ -124,7 +153,9 @@ def compare(
     Prints a table per cluster, the best plan's planner first (the fastest,
     or by --objective that which takes the fewest dollars or joules per
     token); over several seeds, medians. Published plans for the same
-    cluster and job stand in it, too. --out writes CLUSTER.PLANNER.SEED.json
+    cluster and job stand in it, too. With --jitter every plan is simulated
+    again on devices whose speeds differ by chance, as those of a cluster
+    do, and ranked by the run in the middle. --out writes CLUSTER.PLANNER.SEED.json
     for every plan, results.csv, history.csv (the best plan over the seconds
     of each search) and quality.png, which shows that; if the comparison is
     killed, the same command continues it. Exit code 1: a cluster has no
@@ -140,6 +171,7 @@ def compare(
     limit_s = budget_s(budget)
     names = _planner_names(planners)
     judge_named(judge)
+    check_jitter(judge, jitter, repeats)
     aim = read_objective(objective)
     if seed is not None and seeds is not None:
         raise InputError(f"--seed and --seeds exclude one another, but got --seed {seed} and --seeds {seeds}")
@@ -170,6 +202,13 @@ def compare(
         searched, interrupted = run_comparison(cells, processes, progress, keep)
     published = [judge_peer(peer, place, judge, chosen[0], aim.name) for place in places for peer in peers_on(place, job)]
     outcomes = [*searched, *(outcome for outcome in published if outcome.cell.cluster in {o.cell.cluster for o in searched})]
+    if jitter > 0 and not interrupted:
+        repeats = repeats or REPEATS
+        with count_progress(f"{len(outcomes)} plans, {repeats} times each", len(outcomes)) as progress:
+            outcomes, interrupted = with_jitter(outcomes, jitter, repeats, processes, progress)
+        if interrupted:  # plans in step and out of it are not to be ranked together
+            tell_error("interrupted: nothing was written" + (f"; the searches are kept in {keep}" if keep is not None else ""))
+            raise typer.Exit(INTERRUPTED)
     write_results(outcomes, out, files)
     if keep is not None and not interrupted:
         shutil.rmtree(keep, ignore_errors=True)
@@ -256,6 +295,9 @@ def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files:
     seeds = len({outcome.cell.seed for outcome in outcomes})
     if seeds > 1:
         title += f"; medians of {seeds} seeds, and the range of the first figure"
+    if (spread := next((outcome.spread for outcome in outcomes if outcome.spread is not None), None)) is not None:
+        times, apart = len(spread.iteration_s), per_cent(spread.jitter, 1)
+        title += f"; of {times} runs on devices whose speeds differ by {apart} the one in the middle"
     standings = ranking(outcomes)
     files.console.print(standings_table(title, standings, outcomes[0].cell.objective))
     for standing in standings:

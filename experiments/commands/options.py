@@ -46,6 +46,18 @@ def whole_number(minimum: int) -> Callable[[object], int]:
     return parse
 
 
+def fraction(text: object) -> float:
+    """The number between 0 and 1 of a text such as 3% or 0.03; its error names the value, which typer's own does not."""
+    written = str(text).strip()
+    try:
+        number = float(written[:-1]) / 100 if written.endswith("%") else float(written)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise typer.BadParameter(f"expected per cent, such as 3%, or a number between 0 and 1, but got {str(text)!r}")
+    return number
+
+
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _TOKENS = re.compile(r"(\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?)\s*([KMBTkmbt]?)")
 MOST_TOKENS = 1e18
@@ -130,6 +142,15 @@ JudgeName = Annotated[
 Budget = Annotated[str, typer.Option("--budget", metavar="TIME", help="How long a search may take: 500ms, 30s, 2min.")]
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", parser=whole_number(0), help="Seed of everything that is drawn at random.")
+]
+Jitter = Annotated[
+    float,
+    typer.Option(
+        "--jitter",
+        metavar="FRACTION",
+        parser=fraction,
+        help="Standard deviation of the devices' speeds, as 3% or 0.03, drawn with --seed.",
+    ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.", show_default=False)]
 TraceFile = Annotated[
@@ -240,6 +261,14 @@ def read_clusters(paths: list[Path]) -> list[Cluster]:
             if clusters[j].name == cluster.name:
                 raise InputError(f"{paths[i]}: the cluster's name {cluster.name!r} is taken by {paths[j]} already")
     return clusters
+
+
+def check_jitter(judge: str, jitter: float, repeats: int | None) -> None:
+    """Nothing. Raises InputError where the judge draws no speeds, or where all repeats would be the same."""
+    if jitter > 0 and judge != "simulate":
+        raise InputError(f"--jitter needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
+    if repeats is not None and repeats > 1 and jitter == 0:
+        raise InputError(f"--repeats {repeats} needs --jitter: without it all runs are the same")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 from experiments.commands.options import (
     ClusterFile,
     ConstantsFile,
+    Jitter,
     JudgeName,
     PlanFile,
     ReportFile,
@@ -20,6 +21,7 @@ from experiments.commands.options import (
     TimelineFile,
     TokenCount,
     TraceFile,
+    check_jitter,
     errors_about,
     files_behind,
     on_stack,
@@ -43,19 +45,6 @@ from sim.spec.program import dry_run, program_text
 from sim.spec.reading import InputError
 from sim.spec.trace import trace_json
 
-
-def _fraction(text: object) -> float:
-    """The number between 0 and 1 of a text such as 3% or 0.03; its error names the value, which typer's own does not."""
-    written = str(text).strip()
-    try:
-        number = float(written[:-1]) / 100 if written.endswith("%") else float(written)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise typer.BadParameter(f"expected per cent, such as 3%, or a number between 0 and 1, but got {str(text)!r}")
-    return number
-
-
 ProgramFile = Annotated[
     str | None,
     typer.Option(
@@ -63,15 +52,6 @@ ProgramFile = Annotated[
         metavar="FILE",
         help="Write the instructions of every lane as text; '-' is standard output.",
         show_default=False,
-    ),
-]
-Jitter = Annotated[
-    float,
-    typer.Option(
-        "--jitter",
-        metavar="FRACTION",
-        parser=_fraction,
-        help="Standard deviation of the devices' speeds, as 3% or 0.03, drawn with --seed.",
     ),
 ]
 Repeats = Annotated[
@@ -117,11 +97,10 @@ def simulate(
     began = time.perf_counter()
     make_judge = judge_named(judge)
     if judge != "simulate":
-        for flag, given in (("--trace", trace is not None), ("--timeline", timeline is not None), ("--jitter", jitter > 0)):
-            if given:
+        for flag, given in (("--trace", trace), ("--timeline", timeline)):
+            if given is not None:
                 raise InputError(f"{flag} needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
-    if repeats > 1 and jitter == 0:
-        raise InputError(f"--repeats {repeats} needs --jitter: without it all runs are the same")
+    check_jitter(judge, jitter, repeats)
     flags = {"--trace": trace, "--timeline": timeline, "--json": json_file, "--program": program}
     files = outputs(flags, inputs=[plan, cluster, constants])
     if timeline is not None:

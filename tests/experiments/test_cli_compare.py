@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from experiments.comparison import Cell, Outcome, compare, kept, ranking, run_cell, winner
+from experiments import comparison
+from experiments.comparison import Cell, Outcome, compare, kept, ranking, run_cell, winner, with_jitter
 from partition.objective import Ledger
 from partition.search import PLANNERS, Result, Search, simulation
 from sim.cost.estimate import estimation
+from sim.engine import simulate
 from sim.spec.cluster import read_cluster
 from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
@@ -248,6 +252,9 @@ def test_half_a_file_is_not_taken(cell: Cell, tmp_path: Path) -> None:
         (["--seed", "1", "--seeds", "3"], ["exclude one another"]),
         (["--cluster", "{cluster}"], ["the cluster's name 'tiny' is taken"]),
         (["--out", "{cluster}"], ["--out", "is a file"]),
+        (["--jitter", "2"], ["--jitter", "between 0 and 1, but got '2'"]),
+        (["--jitter", "1%", "--judge", "estimate"], ["--jitter needs the event simulation", "estimate"]),
+        (["--repeats", "3"], ["--repeats 3 needs --jitter"]),
         (["--objective", "costs"], ["--objective", "costs", "did you mean cost?"]),
     ],
 )
@@ -257,6 +264,38 @@ def test_a_wrong_flag_of_compare_is_told_in_one_line(motley: Motley, world: Worl
     assert ran.code == 2 and ran.out == "" and ran.err.count("\n") == 1
     for word in words:
         assert word in ran.err
+
+
+def test_plans_are_ranked_as_they_do_on_devices_of_different_speeds(motley: Motley, world: World) -> None:
+    flags = ("--cluster", world.cluster, "--planners", "random,megatron", "--seed", 3, "--json", "-")
+    in_step = json.loads(motley(*arguments(world, *flags)).out)
+    ran = motley(*arguments(world, *flags, "--jitter", "20%", "--repeats", 3, "--out", world.folder / "out"))
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)
+    cluster = read_cluster(world.cluster)
+    for row, before in zip(rows, in_step, strict=True):
+        plan = read_plan(world.folder / "out" / row["plan"])
+        times = sorted(simulate(plan, cluster, seed, 0.2).iteration_s for seed in (3, 4, 5))
+        assert [row[name] for name in ("least_s", "iteration_s", "most_s")] == times
+        assert (row["in_step_s"], row["jitter"], row["repeats"]) == (before["iteration_s"], 0.2, 3)
+        assert row["tokens_per_s"] == pytest.approx(4 * 1024 / times[1])
+        assert "jitter" not in before
+    best = min(row["iteration_s"] for row in rows)
+    assert [row["ratio_to_best"] for row in rows] == [row["iteration_s"] / best for row in rows]
+    table = " ".join(ran.err.split())
+    assert "of 3 runs on devices whose speeds differ by 20.0 % the one in the middle" in table and "in step" in table
+
+
+def test_an_interrupted_jitter_writes_nothing(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "repeated", interrupted)
+    out = world.folder / "out"
+    flags = ("--cluster", world.cluster, "--planners", "random", "--processes", 1, "--jitter", "1%", "--out", out)
+    ran = motley(*arguments(world, *flags))
+    assert ran.code == 130 and f"the searches are kept in {out / 'unfinished'}" in " ".join(ran.err.split())
+    assert [path.name for path in out.iterdir()] == ["unfinished"]
 
 
 # --- The comparison --------------------------------------------------------------------------------------------------
@@ -291,6 +330,20 @@ def test_planners_are_ranked_by_the_median_over_their_seeds(cell: Cell) -> None:
     best = winner(outcomes)
     assert best is not None and (best.cell.planner, best.cell.seed) == ("lucky", 0)
     assert winner([outcome(cell, "barren", 0, None)]) is None
+
+
+def test_jitter_leaves_a_single_device_as_much_slower_as_it_is_drawn(world: World) -> None:
+    one = world.write("one.yaml", TINY_CLUSTER.replace("gpus: 2", "gpus: 1"))
+    alone = run_cell(Cell(read_cluster(one), Job(transformer(world.model), 128, 4), "random", seed=7, budget_s=5.0))
+    barren = outcome(alone.cell, "barren", 0, None)
+    (jittered, same), interrupted = with_jitter([alone, barren], 0.1, 5, processes=1)
+    assert not interrupted and same == barren
+    assert alone.cost is not None and jittered.cost is not None and jittered.spread is not None
+    # With one device nothing is sent: an iteration is its computation, as many times as long as the device is slower.
+    drawn = [math.exp(np.random.default_rng(seed).normal(0.0, 0.1, 1)[0]) for seed in range(7, 12)]
+    assert jittered.spread.iteration_s == pytest.approx([alone.cost.iteration_s * slower for slower in drawn])
+    assert jittered.cost.iteration_s == pytest.approx(alone.cost.iteration_s * sorted(drawn)[2])
+    assert (jittered.plan, jittered.in_step_s) == (alone.plan, alone.cost.iteration_s)
 
 
 def test_a_planner_that_fails_is_an_outcome_beside_the_others(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
