@@ -23,6 +23,7 @@ import csv
 import io
 import itertools
 import os
+import socket
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,7 +154,7 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str, c
     """Nothing; makes the runs that are not there yet."""
     import runtime.training  # noqa: F401 - once for all workers
 
-    for number, (name, found) in enumerate(chosen.items()):
+    for name, found in chosen.items():
         left = folder / _RUNS[compiled] / name
         if is_written(left):
             continue
@@ -171,7 +172,8 @@ def collect(folder: Path, chosen: Mapping[str, Plan], steps: int, device: str, c
             compile=compiled,
             timeout_s=300 if compiled else 120,
         )
-        port = 20_000 + (os.getpid() + number) % 20_000
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | dict.fromkeys(
             ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workers)
         )
