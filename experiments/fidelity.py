@@ -38,6 +38,7 @@ from sim.metrics import recompute_flop
 from sim.spec.cluster import Cluster
 from sim.spec.counts import layer_forward_flop, layer_recompute_flop, model_flop, total_parameters
 from sim.spec.gpu import PRECISIONS
+from sim.spec.judge import Infeasible
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 from sim.spec.stack import Stack
@@ -55,6 +56,10 @@ BYTES = "memory"
 SLACK = 1.1
 """A published peak of more than so many times what a device has is a mistake, and not rounding: another unit, or another GPU."""
 
+
+MOST_APART = 1.5
+"""Published speeds of a run whose iterations differ by more than so many times contradict one another. Ways of counting FLOP,
+with recomputation or without, make 1.4; of the 1,015 shipped runs that have several speeds, none contradicts itself."""
 
 NEARER = 10.0
 """What is predicted to be more than so many times what is measured is nearer to a hundred times that."""
@@ -77,11 +82,12 @@ def predict(run: Run, constants: Constants | None = None) -> list[Comparison]:
     if isinstance(world, NotModelled):
         return [replace(empty, note=world.reason)]
     try:
-        plan, cluster, seconds = _best(world, constants)
+        plan, cluster, seconds, unfit = _best(world, constants)
     except _Unmodelled as error:
         return [replace(empty, note=str(error))]
     open_ = unpublished(world)
-    note = f"assumed: {', '.join(open_)}" if open_ else ""
+    doubts = (f"assumed: {', '.join(open_)}" if open_ else "", contradiction(run, plan, cluster), unfit)
+    note = "; ".join(filter(None, doubts))
     found = []
     for quantity in quantities:
         comparison = replace(_comparison(run, quantity), note=note, assumed=bool(open_), assumptions=world.assumed)
@@ -113,9 +119,10 @@ class _Unmodelled(Exception):
     """Why no plan of a run can be judged."""
 
 
-def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float]:
-    """The plan of a run, or the fastest that fits of those it may have had, with its cluster and seconds."""
-    found: list[tuple[float, Plan, Cluster]] = []
+def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float, str]:
+    """The plan of a run, or the fastest that fits of those it may have had, with its cluster and seconds; and what is odd about
+    its memory, if anything is: what was run did fit."""
+    found: list[tuple[float, Plan, Cluster, str]] = []
     refusals: list[str] = []
     network = _network(world.cluster, constants)
     cluster = network.cluster
@@ -127,13 +134,21 @@ def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, 
             if reason is not None and (unpublished(world) or reason.reason != "memory"):
                 refusals.append(reason.message)
             else:
-                found.append((Estimate(plan, cluster, network).iteration_s(), plan, cluster))
+                found.append((Estimate(plan, cluster, network).iteration_s(), plan, cluster, _far_from_fitting(reason)))
         except InputError as error:  # a plan of which no program is made
             refusals.append(str(error))
     if not found:
         raise _Unmodelled(f"not modelled: {refusals[0]}")
-    seconds, plan, cluster = min(found, key=lambda entry: entry[0])
-    return plan, cluster, seconds
+    seconds, plan, cluster, unfit = min(found, key=lambda entry: entry[0])
+    return plan, cluster, seconds, unfit
+
+
+def _far_from_fitting(reason: Infeasible | None) -> str:
+    """That a run fitted which is predicted to need far more memory than there is; empty where it is not."""
+    if reason is None or not reason.need_bytes or not reason.have_bytes or reason.need_bytes <= SLACK * reason.have_bytes:
+        return ""
+    need, have = (num_bytes / 2**30 for num_bytes in (reason.need_bytes, reason.have_bytes))
+    return f"predicted not to fit: {need:.1f} GiB of {have:.1f}; perhaps recompute or another saver of memory is not in the row"
 
 
 _latest: list[tuple[Cluster, Constants | None, Network]] = []
@@ -195,6 +210,22 @@ def _impossible_peak(run: Run, cluster: Cluster) -> str | None:
         return None
     has = most / _memory_unit_bytes(run)
     return f"not modelled: peak_mem_gb {run.peak_mem_gb:g} is more than the {has:.1f} GB that a device has"
+
+
+def contradiction(run: Run, plan: Plan, cluster: Cluster) -> str:
+    """Which two published speeds cannot be of the same run; empty where all agree but for how FLOP are counted."""
+    published = [(quantity, measured) for quantity in SPEEDS if (measured := _measured(run, quantity)) is not None]
+    took = sorted(
+        (measured if quantity == TIME else _speed(quantity, run, plan, cluster, 1.0) / measured, quantity, measured)
+        for quantity, measured in published
+    )
+    if len(took) < 2 or took[-1][0] <= MOST_APART * took[0][0]:
+        return ""
+    told = (
+        f"{quantity} {measured:g}" + (f" ({s:.4g} s)" if quantity != TIME else "")
+        for s, quantity, measured in (took[0], took[-1])
+    )
+    return f"{' and '.join(told)} contradict one another"
 
 
 def fraction_in_place_of_per_cent(run: Run) -> str:

@@ -24,6 +24,7 @@ from scipy.optimize import least_squares
 from experiments.assumptions import DATA, Assumptions, read_assumptions
 from experiments.constants import Constants, constants_text, rates_measured, told_factor, with_factor, without_factor
 from experiments.fidelity import (
+    contradiction,
     counted_peak_bytes,
     fraction_in_place_of_per_cent,
     is_out_of_memory,
@@ -67,6 +68,9 @@ alike."""
 FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
 
+RECORD_RUNS = 10
+"""As many runs stand for what a shipped record was fitted on, where it is fitted on others."""
+
 FIRST_STEPS, FURTHER_STEPS = 6, 3
 """Steps of the search from each start, and from each further one, before the best of them is searched to its end. After three
 steps the wrong one of two valleys can look better."""
@@ -80,6 +84,10 @@ in the last search. Valleys are narrow: with the former, fits ended in the middl
 
 ROUNDS = 2
 """How often a search goes through all further starts: what one of them finds may open the way for another before it."""
+
+
+_FITTED = "fitted"
+"""What the source of a fitted record begins with."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,15 @@ class Parameter:
     fewest_runs: int = 0
     """With fewer runs it keeps the value that the stack has: too little to tell it from others."""
     first_starts: tuple[float, ...] = ()
+
+    def near(self, value: float, runs: int) -> Parameter:
+        """The parameter with its prior about a record's value; as it is where that is none of its values.
+
+        The record was fitted on runs, too: beside these, `runs` others say the less the fewer they are.
+        """
+        if not self.least <= value <= self.most:
+            return self
+        return replace(self, middle=value, width=self.width * math.sqrt(runs / (runs + RECORD_RUNS)))
 
 
 TIME_PARAMETERS = (
@@ -151,6 +168,8 @@ class Task:
     free: tuple[str, ...] = ()
     """Efficiency records whose matmul rate the runs decide."""
     variants: tuple[Stack, ...] = ()
+    anew: bool = True
+    """Whether priors are about the middles of their parameters, and not about the values that the stacks have."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +205,9 @@ class Fitted:
     held: int = 0
     """All runs that were held out."""
     doubtful: tuple[str, ...] = ()
-    """Those that were left out for a figure that is probably in another unit, and why."""
+    """Those that were left out for figures that are probably in another unit or contradict one another, and why."""
+    few: tuple[str, ...] = ()
+    """A line for each stack whose record had runs behind it already, and gets these few in their place."""
 
 
 def fit(
@@ -203,7 +224,8 @@ def fit(
 
     Of the failures those count that ran out of memory. `holdout` is the share of the runs, and failures, that is left out, drawn
     by lot with `seed`; see `split`. What the runs do not tell stands in the middle of its prior, or, unless `anew`, keeps its
-    value; the shipped ones were fitted on all published runs, which must have no say where they are held out.
+    value, near which all others are held then. The shipped ones were fitted on all published runs, which must have no say where
+    they are held out.
     `progress` is called once for each stack. Raises InputError as `split` and where no run can be fitted on, KeyboardInterrupt
     where Ctrl-C ended the work.
     """
@@ -211,8 +233,10 @@ def fit(
     out_of_memory, _ = split([run for run in failures if is_out_of_memory(run.failure or "")], holdout, seed, by)
     known = read_assumptions()
     doubtful = {run.id: doubt for run in calibration if (doubt := fraction_in_place_of_per_cent(run))}
-    doubts = tuple(f"{run_id}: {doubt}" for run_id, doubt in doubtful.items())
     usable, refusals = _usable([run for run in calibration if run.id not in doubtful], known)
+    doubtful |= {row.run.id: doubt for row in usable if (doubt := contradiction(row.run, row.plan, row.cluster))}
+    usable = [row for row in usable if row.run.id not in doubtful]
+    doubts = tuple(f"{run_id}: {doubt}" for run_id, doubt in doubtful.items())
     if not usable:
         raise InputError(f"--fit: no run can be fitted on: {_why_none([*refusals, *doubts])}")
     by_stack, records = _by_stack(usable)
@@ -240,6 +264,7 @@ def fit(
                 constants,
                 tuple(sorted(record for record, owner in owners.items() if owner == name)),
                 tuple(variants.get(name, ())),
+                anew,
             )
             for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
             if name in names
@@ -260,7 +285,20 @@ def fit(
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
-    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubts)
+    few = () if anew else tuple(line for one in fitted if (line := _told_few(one)) is not None)
+    return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubts, few)
+
+
+def _told_few(found: FittedStack) -> str | None:
+    """What to know of a stack that few runs were fitted on, where its shipped record has others behind it."""
+    runs, before = max(found.timed, found.weighed), stack(found.stack.name).source
+    if runs >= RECORD_RUNS or not before.startswith(_FITTED):
+        return None
+    return f"{found.stack.name}: {_runs(runs)}; the shipped record was {before}"
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' if count != 1 else ''}"
 
 
 def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], list[str]]:
@@ -334,13 +372,13 @@ def fit_stack(task: Task) -> FittedStack:
         met = errors.get(begun.name, ())
         if fitted:  # a variant whose memory no run speaks of has that of its stack
             member = _with_constants(member, {p.name: getattr(fitted[0], p.name) for p in MEMORY_PARAMETERS})
-        member, count, missed = _fit_bytes(member, own, failed)
-        told = [f"times of {len(met)} runs, met within {np.mean(met):.3f} on average"] if len(met) else []
+        member, count, missed = _fit_bytes(member, own, failed, task.anew)
+        told = [f"times of {_runs(len(met))}, met within {np.mean(met):.3f} on average"] if len(met) else []
         if count:
             within_error = f", met within {np.mean(missed):.3f} on average" if missed else ""
-            told.append(f"memory of {count} runs{within_error}")
+            told.append(f"memory of {_runs(count)}{within_error}")
         beside = f" with {begun.variant_of}" if begun.variant_of else " with its variants" if variants else ""
-        source = f"fitted{beside} on {'; '.join(told)}" if told else begun.source
+        source = f"{_FITTED}{beside} on {'; '.join(told)}" if told else begun.source
         fitted.append(replace(member, source=source, mean_of="" if told else begun.mean_of))
         weighed, memory_errors = weighed + count, [*memory_errors, *missed]
     times = [error for met in errors.values() for error in met]
@@ -408,7 +446,13 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
     counts = Counter(source for _, _, _, source, _ in estimates)
     weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source, _ in estimates])
-    solution = _solve(errors, (*shared, *apart * len(task.variants), *factors), len(estimates), weights)
+    of_variants = [
+        p if task.anew else p.near(getattr(variant, p.name) / (getattr(task.stack, p.name) or math.inf), len(estimates))
+        for variant in task.variants
+        for p in apart
+    ]
+    shared_priors = _about(shared, task.stack, len(estimates), task.anew)
+    solution = _solve(errors, (*shared_priors, *of_variants, *factors), len(estimates), weights)
     changed, _ = constants(solution)
     found = dict(zip(free, np.exp(solution[len(solution) - len(free) :]).tolist(), strict=True))
     missed: dict[str, list[float]] = {}
@@ -450,7 +494,7 @@ def _first_lane(plan: Plan) -> list[tuple[str, ...]]:
     return [replica.devices for _, _, _, replica in islice(plan.replicas(), 1)]
 
 
-def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled]) -> tuple[Stack, int, list[float]]:
+def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled], anew: bool) -> tuple[Stack, int, list[float]]:
     """The stack, how many runs there were, and by how much those are missed whose peak memory is published.
 
     Of a run that went well and says no more, all that is known is that it fitted, and of one that ran out of memory that it did
@@ -477,9 +521,14 @@ def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled
         beyond = np.maximum(0.0, sides * (peaks[len(weighed) :] - capacity)) * weights
         return np.concatenate([peaks[: len(weighed)] - logarithms, beyond])
 
-    solution = _solve(errors, MEMORY_PARAMETERS, len(told))
+    solution = _solve(errors, _about(MEMORY_PARAMETERS, stack, len(told), anew), len(told))
     met = errors(solution)[: len(weighed)]
     return _rounded(constants(solution), MEMORY_PARAMETERS), len(told), np.abs(np.expm1(met)).tolist()
+
+
+def _about(parameters: Sequence[Parameter], software: Stack, runs: int, anew: bool) -> Sequence[Parameter]:
+    """The parameters with their priors where they are, for a fit anew, or else about the values that the stack has."""
+    return parameters if anew else [p.near(getattr(software, p.name), runs) for p in parameters]
 
 
 def _peak(plan: Plan, software: Stack) -> int:

@@ -51,6 +51,10 @@ class NotModelled:
     reason: str
 
 
+MUST_BE_PUBLISHED = ("num_layers", "hidden", "global_batch", "tp", "pp", "seq_len")
+"""Columns without which nothing is known of a run's time, beside its GPUs."""
+
+
 class _Refused(Exception):
     """Why a run is not modelled."""
 
@@ -78,8 +82,8 @@ class _Row:
         self.run, self.assumption = run, assumption
         self.assumed: list[str] = []
         self.gpus = self._gpus()
-        for name in ("num_layers", "hidden", "global_batch", "tp", "pp", "seq_len"):
-            self._published(name)
+        if missing := [name for name in MUST_BE_PUBLISHED if getattr(run, name) is None]:
+            raise _Refused(", ".join(missing))
         if assumption.not_modelled is not None:
             raise _Refused(assumption.not_modelled)
         self.tp, self.pp, self.cp = self._published("tp"), self._published("pp"), run.cp or 1
@@ -196,14 +200,21 @@ class _Row:
         denied = any(word in link for word in _NO_FABRICS)
         fabric = not denied and any(word in link for word in _FABRICS)
         unknown = not (denied or fabric or "pci" in link)
+        generation = _PCIE_GENERATION.search(link)
         groups = []
         for kind, count in self.gpus:
             intra = dict(assumption.intra_of).get(kind.name)
             nvlink = kind.nvlink_bytes_per_s if fabric or (unknown and intra is None) else None
-            if intra is not None or nvlink is None:
-                groups.append((kind, count, *(intra or assumption.intra)))
+            if intra is None and nvlink is None and generation is not None:
+                intra = (f"pcie{generation[1]}", None)
+            elif intra is not None or nvlink is None:
+                intra = intra or assumption.intra
             else:
-                groups.append((kind, count, "nvswitch", nvlink))
+                intra = ("nvswitch", nvlink)
+            groups.append((kind, count, *intra))
+            if per_node > 1 and (unknown or not link or (fabric and intra[0] != "nvswitch")):
+                why = f", for intra_node_link {run.intra_node_link!r} tells nothing more of {kind.name}" if link else ""
+                self._note(f"{intra[0]} between the GPUs of a node{why}")
         many = any(-(-count // per_node) > 1 for _, count in self.gpus) or len(self.gpus) > 1
         if many and rate == 0:
             raise _Refused("inter_node_GBps_per_node 0, but the GPUs are on several nodes")
@@ -516,6 +527,9 @@ class _Row:
 _FABRICS = ("nvlink", "nvswitch", "nvl", "sxm", "hgx", "dgx", "infinity fabric", "xgmi")
 _NO_FABRICS = ("no nvlink", "without nvlink", "non-nvlink", "nvlink disabled", "nvlink off")
 """Words of `intra_node_link` that tell of a kind's own fabric, and that there is none. Words that tell neither say nothing."""
+
+_PCIE_GENERATION = re.compile(r"pci-?e?(?:xpress)?[ -]*(?:gen(?:eration)?)?[ .-]*([345])(?:\.0)?(?![\d.])")
+"""What a link by PCIe is called where its generation is told: PCIe 4.0, pcie gen3, PCIe4."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
 """The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""

@@ -203,6 +203,8 @@ def validate(
         files.say(f"{used}, of {fitted.drawn:,} that were not held out")
         for doubt in fitted.doubtful[:MOST_DOUBTS]:
             tell_error(f"warning: not fitted on: {doubt}")
+        for line in fitted.few:
+            tell_error(f"warning: few runs to fit a stack on: {line}")
         if share and not fitted.held:
             few = f"--holdout {share:g} by {by} left none of {len(measured)} runs out"
             tell_error(f"warning: {few}: what follows is of runs that the constants were fitted on")

@@ -205,6 +205,7 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
         drawn: int = 3
         held: int = 2
         doubtful: tuple[str, ...] = ()
+        few: tuple[str, ...] = ("nemo: 2 runs; the shipped record was fitted on times of 5 runs",)
 
     def fit(runs: list[Run], failures: list[Run], seed: int, holdout: float, *others: object, anew: bool) -> Found:
         assert (failures, others[1]) == ([], 1)
@@ -216,6 +217,7 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
     ran = motley("validate", "--runs", runs, "--jobs", 1, "--fit", "--seed", 7, "--out", constants, "--json", report)
     assert ran.code == 0, ran.err
     assert asked == [(["v-1", "v-2", "v-3", "v-4", "k-1"], 7, 0.5, "run", False)]
+    assert f"warning: few runs to fit a stack on: {Found().few[0]}\n" in ran.err
     assert constants.read_text() == Found().constants_text
     found = json.loads(report.read_text())
     by_id = {row["id"]: row for row in found["runs"] if row["quantity"] == "iter_time_s"}

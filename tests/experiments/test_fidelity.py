@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -44,6 +45,7 @@ from sim.cost.memory import lane_parts, peak_bytes
 from sim.cost.network import Network
 from sim.engine import simulate
 from sim.spec.cluster import Cluster
+from sim.spec.counts import model_flop
 from sim.spec.gpu import CONSTANTS, efficiencies
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
@@ -298,6 +300,7 @@ def test_where_no_time_is_published_the_first_rate_is_compared() -> None:
         ({"dp": 3}, "degrees 2 x 2 x 3 = 12, but num_gpus is 8"),
         ({"global_batch": 15}, "global_batch 15 does not divide"),
         ({"num_layers": None}, "num_layers"),
+        ({"num_layers": None, "seq_len": None, "tp": None}, "not modelled: num_layers, tp, seq_len"),
         ({"gpu_type": "A101-80GB-SXM"}, "did you mean"),
         ({"heads": 15, "kv_heads": 15, "hidden": 960}, "15"),
         ({"iter_time_s": None}, "nothing to compare is published"),
@@ -321,6 +324,32 @@ def test_a_peak_that_no_device_has_is_told_and_no_error() -> None:
     time, memory = predict(replace(GPT_22B, peak_mem_gb=62_000.0))
     assert time.predicted is not None and (memory.predicted, memory.relative_error) == (None, None)
     assert memory.note.startswith("not modelled: peak_mem_gb 62000 is more than the ") and "that a device has" in memory.note
+
+
+def test_speeds_that_contradict_one_another_are_told() -> None:
+    (found,) = predict(replace(GPT_22B, iter_time_s=2.0))
+    world = modelled(GPT_22B, read_assumptions())
+    assert isinstance(world, Modelled)
+    # By hand: 2 s of this many FLOP on all its GPUs, of a peak of 312 TFLOP/s each.
+    flop_per_gpu = model_flop(world.plan.transformer, world.plan.global_batch, world.plan.sequence_length) / len(
+        world.plan.devices
+    )
+    share = 100 * flop_per_gpu / 2.0 / 312e12
+    for rate, contradicts in ((share, False), (share / 1.4, False), (1.4 * share, False), (share / 2, True), (2 * share, True)):
+        (told,) = predict(replace(GPT_22B, iter_time_s=2.0, mfu_pct=rate))
+        took = 2.0 * share / rate
+        said = f"iter_time_s 2 and mfu_pct {rate:g} ({took:.4g} s) contradict one another"
+        other = f"mfu_pct {rate:g} ({took:.4g} s) and iter_time_s 2 contradict one another"
+        assert told.note == (found.note if not contradicts else said if took > 2.0 else other)
+        assert (told.quantity, told.predicted) == (found.quantity, found.predicted)
+
+
+def test_a_run_that_is_predicted_not_to_fit_by_far_is_told_so() -> None:
+    (fits,) = predict(replace(GPT_22B, iter_time_s=2.0))
+    (found,) = predict(replace(GPT_22B, iter_time_s=2.0, recompute="none", micro_batch=8, seq_len=65536))
+    assert fits.note == "" and found.predicted is not None
+    need, have = map(float, re.findall(r"predicted not to fit: ([\d.]+) GiB of ([\d.]+); perhaps recompute", found.note)[0])
+    assert have == 80.0 and need > 1.1 * have
 
 
 def test_a_run_with_a_bad_cell_is_told_although_nothing_else_is_published() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from experiments.constants import Constants, parse_constants, told_factor, with_
 from experiments.fidelity import PUBLISHED, measured_peak_bytes, measured_s
 from experiments.fitting import (
     MEMORY_PARAMETERS,
+    RECORD_RUNS,
     TIME_PARAMETERS,
     FittedStack,
     Task,
@@ -91,7 +93,8 @@ def test_a_stack_comes_after_the_one_whose_runs_decide_the_factor_of_its_kind(mo
     monkeypatch.setattr(fitting, "fit_links", lambda *_: (links(),))
     titan = [run for run in read_runs(PUBLISHED) if run.source_key == "torchtitan"]
     other = next(run for run in read_runs(PUBLISHED) if run.source_key == "fmsfsdp")
-    fitting.fit([*titan, replace(other, gpu_type=titan[0].gpu_type)], [], 0, 0.0)
+    # Its utilisation was of another kind's peak.
+    fitting.fit([*titan, replace(other, gpu_type=titan[0].gpu_type, mfu_pct=None, hfu_pct=None)], [], 0, 0.0)
     assert [[(task.stack.name, task.free) for task in tasks] for tasks in rounds] == [
         [("torchtitan", ("hopper-500w",))],
         [("fms-fsdp", ())],
@@ -189,6 +192,12 @@ def timed(stack: Stack, shapes: Sequence[tuple[int, int, int, tuple[int, int, in
     """Rows of these shapes on A100, that took what a stack takes."""
     rows = [run(*shape, A100) for shape in shapes]
     return [replace(row, iter_time_s=estimate(row).iteration_s(stack=stack)) for row in rows]
+
+
+def peak_gb(row: Run, stack: Stack) -> float:
+    """The peak of a row under a stack, in the unit of its column."""
+    peak = max(peak_bytes(world(row).plan, replace(world(row).cluster, stack=stack)).values())
+    return peak / measured_peak_bytes(replace(row, peak_mem_gb=1.0))
 
 
 def fitted(rows: Sequence[Run], start: Stack = USUAL, free: tuple[str, ...] = ()) -> FittedStack:
@@ -289,6 +298,56 @@ def test_means_follow_their_stacks_until_runs_tell_of_them(monkeypatch: pytest.M
     nobody = replace(titan, framework="FSDP of our own")
     own = parse_constants(fitting.fit([nobody], [], 0, 0.0, anew=False).constants_text, "here").stacks["typical"]
     assert (own.matmul_scale, own.mean_of) == (0.5, "")
+
+
+def test_a_few_own_runs_move_a_record_less_than_they_decide_one_anew() -> None:
+    record = replace(USUAL, matmul_scale=0.8, step_s=20e-3, activation_scale=1.2, source="fitted on times of 40 runs")
+    shapes = SHAPES[2:4]
+    agreeing, slower = timed(record, shapes), timed(replace(record, matmul_scale=0.6), shapes)
+    for rows in (agreeing, slower):
+        kept, anew = (fit_stack(Task(record, tuple(rows), (), Constants(), anew=anew)).stack for anew in (False, True))
+        moved, decided = (abs(math.log(one.matmul_scale / record.matmul_scale)) for one in (kept, anew))
+        assert moved < 0.01 if rows is agreeing else 0.02 < moved < decided, (moved, decided)
+        if rows is agreeing:
+            assert kept.step_s == pytest.approx(20e-3, rel=0.02) and anew.step_s < 15e-3
+    # Of which no run says anything stays.
+    assert (kept.activation_scale, kept.logits_scale) == (record.activation_scale, record.logits_scale)
+    heavy = [replace(row, peak_mem_gb=2 * peak_gb(row, record)) for row in agreeing]
+    kept, anew = (fit_stack(Task(record, tuple(heavy), (), Constants(), anew=anew)).stack for anew in (False, True))
+    assert 1.1 < kept.activation_scale / 1.2 < 0.9 * anew.activation_scale / 1.0
+
+
+def test_many_own_runs_decide_what_a_record_says() -> None:
+    record = replace(USUAL, matmul_scale=0.95, step_s=2e-3)
+    found = fit_stack(Task(record, tuple(timed(replace(record, matmul_scale=0.75))), (), Constants(), anew=False))
+    assert found.time_error < 0.01 and found.stack.matmul_scale == pytest.approx(0.75, rel=0.04)
+
+
+def test_runs_whose_speeds_contradict_one_another_are_not_fitted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        return [FittedStack(task.stack, {}, len(task.runs), 0.0, 0, 0.0) for task in tasks], False
+
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
+    monkeypatch.setattr(fitting, "fit_links", lambda path: (links(), None))
+    good, bad = (replace(run(*SHAPES[0], A100), id=name, iter_time_s=1.0, framework="torchtitan") for name in ("good", "bad"))
+    told = fitting.fit([good, replace(bad, tokens_per_s=10.0)], [], 0, 0.0, anew=False)
+    assert (told.timed, told.calibration_ids) == (1, {"good"})
+    assert told.doubtful == ("bad: iter_time_s 1 and tokens_per_s 10 (204.8 s) contradict one another",)
+
+
+def test_what_few_runs_replace_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
+        return [FittedStack(task.stack, {}, len(task.runs), 0.0, 0, 0.0) for task in tasks], False
+
+    monkeypatch.setattr(fitting, "in_processes", found)
+    monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
+    monkeypatch.setattr(fitting, "fit_links", lambda path: (links(), None))
+    one = replace(run(*SHAPES[0], A100), framework="torchtitan")
+    many = [replace(one, id=str(i)) for i in range(RECORD_RUNS)]
+    said = f"torchtitan: 1 run; the shipped record was {stacks()['torchtitan'].source}"
+    told = [fitting.fit(runs, [], 0, 0.0, anew=anew).few for runs, anew in (([one], False), ([one], True), (many, False))]
+    assert told == [(said,), (), ()]
 
 
 def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:
@@ -428,8 +487,7 @@ def test_the_memory_that_runs_took_is_found() -> None:
     rows = []
     for shape in (*SHAPES, *UNSEEN):
         row = run(*shape, A100)
-        peak = max(peak_bytes(world(row).plan, replace(world(row).cluster, stack=true)).values())
-        rows.append(replace(row, peak_mem_gb=peak / measured_peak_bytes(replace(row, peak_mem_gb=1.0))))
+        rows.append(replace(row, peak_mem_gb=peak_gb(row, true)))
     found = fitted(rows)
     assert (found.timed, found.weighed) == (0, len(rows)) and found.memory_error < 0.005
     assert found.stack.activation_scale == pytest.approx(1.4, rel=0.03)

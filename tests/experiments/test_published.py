@@ -11,7 +11,7 @@ import pytest
 from experiments.assumptions import DATA, Assumptions, read_assumptions
 from experiments.published import Modelled, NotModelled, modelled
 from experiments.published_rows import Run, read_failures, read_runs
-from sim.spec.cluster import links
+from sim.spec.cluster import PCIE_BYTES_PER_S, links
 from sim.spec.counts import total_parameters
 from sim.spec.gpu import catalogue, is_cpu
 from sim.spec.plan import Plan
@@ -492,11 +492,34 @@ def test_optimizer_states_are_in_the_host_where_the_row_says_so(text: str, stage
         ("SXM4", "nvswitch"),
         ("whatever it was", "nvswitch"),
         ("PCIe", "pcie4"),
-        ("PCIe Gen5, no NVLink", "pcie4"),
+        ("PCIe x16", "pcie4"),
+        ("PCIe Gen5, no NVLink", "pcie5"),
+        ("pcie 3.0 x16", "pcie3"),
+        ("PCIe4", "pcie4"),
+        ("PCI-E gen 5x16", "pcie5"),
+        ("PCIe, 3 switches", "pcie4"),
+        ("PCIe (3090s in pairs)", "pcie4"),
     ],
 )
 def test_the_links_of_a_node_are_its_kind_s_unless_the_row_says_pcie(text: str | None, kind: str) -> None:
-    assert made(replace(SMALL, intra_node_link=text)).cluster.nodes[0].intra.kind == kind
+    intra = made(replace(SMALL, intra_node_link=text)).cluster.nodes[0].intra
+    assert (intra.kind, intra.bandwidth_bytes_per_s) == (kind, PCIE_BYTES_PER_S.get(kind, 300e9))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "text", "told"),
+    [
+        ("A100-80GB-SXM", None, "nvswitch between the GPUs of a node"),
+        ("A100-80GB-SXM", "NVLink", None),
+        ("A100-80GB-SXM", "PCIe 4.0", None),
+        ("A100-80GB-SXM", "qwerty", "nvswitch between the GPUs of a node, for intra_node_link 'qwerty' tells nothing more of {}"),
+        ("RTX3090", None, "pcie4 between the GPUs of a node"),
+        ("RTX3090", "NVLink", "pcie4 between the GPUs of a node, for intra_node_link 'NVLink' tells nothing more of {}"),
+    ],
+)
+def test_what_is_taken_for_the_links_of_a_node_is_told(gpu: str, text: str | None, told: str | None) -> None:
+    assumed = made(replace(SMALL, gpu_type=gpu, intra_node_link=text, gpus_per_node=8)).assumed
+    assert [line for line in assumed if "between the GPUs" in line] == ([] if told is None else [told.format(gpu)])
 
 
 def test_copies_that_are_not_published_follow_from_the_gpus() -> None:
