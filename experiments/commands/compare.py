@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,7 @@ from partition import PLANNERS
 from partition.search import planner_named
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.reading import InputError, write_file
+from sim.spec.reading import InputError, set_aside, write_file
 
 ClusterFiles = Annotated[
     list[Path],
@@ -258,8 +259,14 @@ def plan_file_name(cell: Cell) -> str:
 
 
 def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outputs) -> None:
-    """Nothing; writes every plan, the tables and the picture into the folder, if one is given, and the rows to --json."""
+    """Nothing; writes every plan, the tables and the picture into the folder, if one is given, and the rows to --json.
+
+    What another comparison left in the folder is kept under other names, so that nothing there is of two.
+    """
     rows = []
+    if folder is not None:
+        for earlier in _earlier_plans(folder, {plan_file_name(outcome.cell) for outcome in outcomes if outcome.plan is not None}):
+            files.say(f"{earlier} is of an earlier comparison, and is kept as {set_aside(earlier)}")
     for outcome in outcomes:
         name = plan_file_name(outcome.cell)
         written = folder is not None and outcome.plan is not None
@@ -276,6 +283,16 @@ def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outpu
         plans = sum(outcome.plan is not None for outcome in outcomes)
         files.tell(f"{plans} plans into {folder}", None)
     files.write("--json", rows_json(rows))
+
+
+def _earlier_plans(folder: Path, written: Collection[str]) -> list[Path]:
+    """The plans that an earlier comparison left in the folder, by its table, and that this one does not write over."""
+    try:
+        with (folder / TABLES[0]).open(encoding="utf-8", newline="") as file:
+            named = {row.get("plan") or "" for row in csv.DictReader(file)}
+    except (OSError, ValueError, csv.Error):
+        return []
+    return [folder / name for name in sorted(named - {*written, ""}) if Path(name).name == name and (folder / name).is_file()]
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path) -> Path | None:

@@ -618,9 +618,10 @@ def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Clus
             measured = bench.gpu_kind
 
             def with_kind(node: Node, measured: GpuKind = measured) -> Node:
-                # A bench of a CPU tells of the memory of its whole machine, which its devices share.
-                kind = replace(measured, memory_bytes=node.gpu.memory_bytes) if is_cpu(measured) else measured
-                return replace(node, gpu=kind)
+                # It says nothing of precisions that it did not measure; and of a CPU the memory of its whole machine, which its
+                # devices share.
+                kind = replace(measured, peak_flop_per_s={**node.gpu.peak_flop_per_s, **measured.peak_flop_per_s})
+                return replace(node, gpu=replace(kind, memory_bytes=node.gpu.memory_bytes) if is_cpu(measured) else kind)
 
             nodes = tuple(with_kind(node) if node.gpu.name == bench.kind else node for node in cluster.nodes)
             cluster = replace(cluster, nodes=nodes)

@@ -255,7 +255,7 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)
             if path.exists() and not replace and path.read_bytes() != data:
-                kept = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.~{n}~")).exists())
+                kept = _free_name(path)
                 _link_or_copy(path, kept)
             try:
                 os.replace(temporary, path)
@@ -271,6 +271,19 @@ def write_file(path: str | Path, content: str | bytes, replace: bool = False) ->
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise InputError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
     return kept
+
+
+def set_aside(path: Path) -> Path:
+    """Where a file is now: beside its place, named as what `write_file` keeps. Raises InputError where that cannot be."""
+    try:
+        return path.rename(_free_name(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be renamed ({(error.strerror or str(error)).lower()})") from None
+
+
+def _free_name(path: Path) -> Path:
+    """The next free name for what was in the place of a path before."""
+    return next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.~{n}~")).exists())
 
 
 def _link_or_copy(path: Path, kept: Path) -> None:

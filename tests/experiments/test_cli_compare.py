@@ -65,6 +65,22 @@ def test_every_plan_and_row_of_a_comparison_is_written(motley: Motley, world: Wo
         assert f"tiny-llama on {cluster}, 4 x 1024 tokens, bf16; medians of 2 seeds" in " ".join(ran.out.split())
 
 
+def test_plans_of_an_earlier_comparison_do_not_stay_beside_those_of_another(motley: Motley, world: World) -> None:
+    out = world.folder / "out"
+    out.mkdir()
+    own = world.write("out/notes.json", "{}")
+    first = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random,megatron", "--out", out))
+    assert first.code == 0, first.err
+    before = {name: (out / name).read_text() for name in ("tiny.random.0.json", "tiny.megatron.0.json")}
+    # Again, and with a planner fewer: its plan of the first time is none of the second's results.
+    second = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random", "--out", out))
+    assert second.code == 0, second.err
+    names = {"tiny.random.0.json", "results.csv", "history.csv", "quality.png", "notes.json"}
+    assert {path.name for path in out.iterdir() if not path.name.endswith("~")} == names
+    assert (out / "tiny.megatron.0.json.~1~").read_text() == before["tiny.megatron.0.json"]
+    assert Path(own).read_text() == "{}" and "tiny.megatron.0.json is of an earlier comparison" in " ".join(second.out.split())
+
+
 def test_the_judge_of_the_flag_ranks(motley: Motley, world: World) -> None:
     out = world.folder / "out"
     ran = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random", "--judge", "estimate", "--out", out))

@@ -305,6 +305,17 @@ def test_a_bench_of_a_cpu_says_nothing_of_the_memory_of_its_devices() -> None:
     assert (found.memory_bytes, found.memory_bandwidth_bytes_per_s) == (kind.memory_bytes, 3e10)
 
 
+def test_precisions_that_a_bench_did_not_measure_stay() -> None:
+    kind = WORLD.device("large-0/0").gpu
+    node = WORLD.device("large-0/0").node
+    both = replace(node, gpu=replace(kind, peak_flop_per_s={"fp32": 1e11, "bf16": 2e11}))
+    world = replace(WORLD, nodes=tuple(both if one == node else one for one in WORLD.nodes))
+    sent = LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0)
+    bench = Bench("two cores", kind.name, ("fp32",), links=(sent,), gpu_kind=replace(kind, peak_flop_per_s={"fp32": 3e11}))
+    found = with_benches(world, [("cpu.yaml", bench)]).device("large-0/0").gpu
+    assert found.peak_flop_per_s == {"fp32": 3e11, "bf16": 2e11}
+
+
 def test_a_constant_at_its_bound_is_marked() -> None:
     # The cards are taken to carry 99 % of their rate at most 100 %, but carry twice of it.
     nodes = tuple(replace(node, nic=replace(node.nic, bandwidth_bytes_per_s=1e5)) for node in WORLD.nodes)  # type: ignore[type-var]
