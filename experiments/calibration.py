@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _BITS = 8e-9
 
+USELESS = 2.0
+"""An interval wider than so many times what is predicted tells nothing."""
+
 MOST_ELSEWHERE = 100
 """The most runs of a table that a fit looks at, those of the smallest programs: a kind's speed is few constants, and each run
 costs time."""
@@ -90,6 +93,8 @@ def sentences(found: Calibrated) -> list[str]:
     if (calibration := found.cluster.calibration) is not None:
         low, high = f"{calibration.low * 100:+.1f}", f"{calibration.high * 100:+.1f}"
         lines.append(f"{calibration.coverage:.0%} of iterations are expected within {low} % and {high} % of what is predicted")
+        if calibration.high - calibration.low > USELESS:
+            lines.append("predictions tell little at that: take more runs, longer ones, and machines that do nothing else")
     if found.elsewhere is not None:
         before, after = (per_cent(errors.median, 1) for errors in found.elsewhere)
         lines.append(f"runs elsewhere, on which it was fitted too: median error {before} before, {after} after")

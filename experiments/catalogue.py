@@ -112,6 +112,7 @@ SORTS: Mapping[str, Sort] = {
         "GPU kinds",
         "A node's `gpu` in a cluster file and a run's `gpu_type` take these names in any case, with spaces or hyphens, and\n"
         "what drivers call them (`NVIDIA GeForce RTX 4090`). Peaks are dense and summed in fp32, NVLink is in one direction.\n"
+        "Memory is what `nvidia-smi` or `rocm-smi` tells; what the driver keeps of it counts with the context of a stack.\n"
         "Rents are nominal: give your own `price`, or another kind, from scratch or `like:` one of these, under `gpu_kinds` of\n"
         "the cluster file. Sources: `sim/spec/gpu_kinds.yaml`.",
         _gpu_rows,

@@ -42,9 +42,14 @@ MOST_LANES = 40
 NEARLY_FULL = 0.95
 
 
-def _table() -> Table:
-    """A table without rows, with two spaces between its columns."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+def _table(apart: int = 2) -> Table:
+    """A table without rows, with so many spaces between its columns."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, apart - 1, 0, 0))
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    """Letters of the longest word."""
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 def _titled(title: str, table: Table) -> Group:
@@ -158,6 +163,9 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
     return f"one {origin} iteration of {seconds(report.iteration_s)}{remark}, MFU {per_cent(report.mfu, 1)}"
 
 
+NARROW = 80
+"""Columns of a terminal that tables shall be legible in; wider ones have their columns nearer to each other."""
+
 FOLDED = 14
 """A column of a plan is not folded to fewer letters a line, unless its words are all shorter."""
 
@@ -183,8 +191,7 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
         "recom-\npute": [_recompute(stage) for stage, _ in replicas],
     }
     for heading, cells in folded.items():
-        longest = max(len(word) for cell in (*cells, heading) for word in cell.split())
-        table.add_column(heading, overflow="fold", min_width=min(longest, FOLDED))
+        table.add_column(heading, overflow="fold", min_width=min(_longest_word((*cells, heading)), FOLDED))
     if _says_in_flight(plan):
         heading = "in\nflight" if plan.sequence_slices == 1 else "slices\nin flight"
         table.add_column(heading, justify="right", no_wrap=True)
@@ -249,10 +256,10 @@ def _held(plan: Plan, pipeline: Pipeline, position: int) -> str:
     return f"{held_by(plan.schedule, pipeline, position, slices=plan.sequence_slices):.0f}"
 
 
-def _kinds(devices: Sequence[str], cluster: Cluster) -> str:
-    """The kinds of the devices and how many there are of each, as in '4 x RTX4090'."""
+def _kinds(devices: Sequence[str], cluster: Cluster, joint: str = " + ") -> str:
+    """The kinds of the devices and how many there are of each, as in '4 x RTX4090 + 8 x T4'."""
     kinds = [cluster.device(name).gpu.name for name in devices]
-    return " + ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    return joint.join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
 
 
 def _layers(stage: Stage) -> str:
@@ -384,8 +391,11 @@ def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative]
     table = _table()
     for heading in ("pipe-\nlines", "stages", "tensor"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("GPUs", overflow="fold")
-    for heading in ("iteration", "compared", "$/billion\ntokens", "J/token"):
+    gpus = [_kinds(plan.devices, cluster, "\n") for plan in (best, *(other.plan for other in others))]
+    # Of a width of its own: rich takes some from each column that can be folded, and then gives back what is below the least.
+    lines = [line for text in gpus for line in text.splitlines()]
+    table.add_column("GPUs", overflow="fold", width=min(max(map(len, lines)), FOLDED))
+    for heading in ("iteration", "$/billion\ntokens", "J/token"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("loses most by", overflow="fold")
     rows = [(best, outlay, "this plan", "")]
@@ -394,14 +404,13 @@ def alternatives_table(best: Plan, outlay: Outlay, others: Sequence[Alternative]
         if other.cause_s is not None:
             why += f", {seconds(other.cause_s)} more"
         rows.append((other.plan, other.outlay, _difference(outlay.iteration_s, other.outlay.iteration_s), why))
-    for plan, took, compared, why in rows:
+    for (plan, took, compared, why), kinds in zip(rows, gpus, strict=True):
         table.add_row(
             str(len(plan.pipelines)),
             _span([len(pipeline.stages) for pipeline in plan.pipelines]),
             _tensor(plan),
-            _kinds(plan.devices, cluster),
-            seconds(took.iteration_s),
-            compared,
+            kinds,
+            f"{seconds(took.iteration_s)}\n{compared}",
             _dollars(took.dollars_per_billion_tokens, 0),
             f"{took.joules_per_token:.3g}",
             why,
@@ -558,7 +567,8 @@ def effects_table(told: Explanation) -> Group:
     lines = []
     if least:
         most = max(abs(now_s - made[i][1]) for i in least)
-        lines.append(f"{len(least)} other changes alter the iteration by {seconds(most)} at most")
+        others = f"{len(least)} other changes alter" if len(least) > 1 else "one other change alters"
+        lines.append(f"{others} the iteration by {seconds(most)} at most")
     if told.left_out:
         lines.append(f"{told.left_out} more stages were not tried, which the path is shorter on")
     # Of recomputation there may be many, of experts a few that no other change is like.
@@ -792,10 +802,28 @@ def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS)
 
 def cells_table(title: str, cells: Cells) -> Group:
     """A table of cells below its title; the cells of a column of figures stand on the right."""
-    table = _table()
-    for i, heading in enumerate(cells[0]):
-        figures = all(_is_figure(row[i]) for row in cells[1:])
-        table.add_column(heading.replace(" ", "\n"), justify="right" if figures else "left", overflow="fold")
+    columns = list(zip(*cells, strict=True))
+    figures = [all(map(_is_figure, column)) for _, *column in columns]
+
+    def least(folded: int) -> list[int]:
+        """Letters that each column needs if no figure is folded, and no word of a text that has fewer than so many."""
+        return [
+            max(map(len, [*heading.split(), *column])) if figure else min(_longest_word([heading, *column]), folded)
+            for (heading, *column), figure in zip(columns, figures, strict=True)
+        ]
+
+    choices = ((apart, least(folded)) for folded in (FOLDED, FOLDED // 2) for apart in (2, 1))
+    fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= NARROW)
+    apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, all may be folded: nothing is cut off
+    table = _table(apart)
+    for (heading, *_), figure, width in zip(columns, figures, widths, strict=True):
+        table.add_column(
+            heading.replace(" ", "\n"),
+            justify="right" if figure else "left",
+            overflow="fold",
+            no_wrap=figure and width > 0,
+            min_width=width or None,
+        )
     for row in cells[1:]:
         table.add_row(*row)
     return _titled(title, table)
@@ -810,4 +838,4 @@ def cells_markdown(title: str, cells: Cells) -> str:
 
 
 def _is_figure(text: str) -> bool:
-    return text == "-" or text.lstrip("+-").replace(".", "", 1).replace(",", "").isdecimal()
+    return text in ("", "-") or text.lstrip("+-").replace(".", "", 1).replace(",", "").isdecimal()

@@ -418,7 +418,8 @@ def head_seconds(
     casts = element_bytes < 4
     per_logit, loss_kernels = 4 + 4 + (element_bytes + 4 if casts else 0), 1 + casts
     logits = tokens * -(-transformer.padded_vocab // tensor_parallel)
-    loss_s, loss_launch_s = rates.memory_s(logits * per_logit * stack.loss_traffic), loss_kernels * launch_s
+    moved_s = rates.memory_s(logits * per_logit * stack.loss_traffic)
+    loss_s, loss_back_s = (moved_s * traffic + loss_kernels * launch_s for traffic in (1.0, stack.backward_traffic))
     norm_s, norm_kernels = 0.0, 0
     if transformer.final_norm:
         divided = tensor_parallel if sequence_parallel else 1
@@ -428,8 +429,8 @@ def head_seconds(
     norm_back_s = BACKWARD_TRAFFIC * stack.backward_traffic * norm_s + 2 * norm_kernels * launch_s
     parameters = head_parameters_at(transformer, tensor_parallel) + tied_copy_parameters_at(transformer, tensor_parallel)
     return PieceSeconds(
-        forward_s=matmul_s + loss_s + loss_launch_s + norm_s + norm_kernels * launch_s,
-        backward_input_s=matmul_s + stack.backward_traffic * loss_s + loss_launch_s + norm_back_s,
+        forward_s=matmul_s + loss_s + norm_s + norm_kernels * launch_s,
+        backward_input_s=matmul_s + loss_back_s + norm_back_s,
         backward_weight_s=matmul_s + rates.memory_s(parameters * stack.gradient_bytes),
         forward_kernels=kernels,
         backward_input_kernels=kernels + norm_kernels,

@@ -71,3 +71,15 @@ def test_a_wrong_name_is_told_in_one_line(motley: Motley) -> None:
 def test_the_page_is_what_the_catalogues_say() -> None:
     """Where this fails, `python -m experiments.catalogue > docs/catalogue.md` makes it again."""
     assert Path(ROOT / "docs" / "catalogue.md").read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("what", SORTS)
+def test_no_figure_is_cut_on_eighty_columns(what: str, motley: Motley, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = motley("list", what)
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+    shown = "".join(ran.out.split())
+    cells = sort_named(what).cells()
+    words = [word for row in cells[1:] for cell in row for word in cell.split() if len(word) <= 7]
+    assert words and all(word in shown for word in words)
