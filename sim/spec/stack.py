@@ -90,8 +90,8 @@ class Stack:
     """What the allocator reserves beyond what is allocated at the peak, as a fraction of that: 2.8 to 9.3 %, and 2.8 to 6.5 %
     with 4,096 tokens a sequence, in the runs of SimuMax (Megatron-LM, B200), which print both."""
     context_bytes: float = 1.0 * 2**30
-    """The CUDA context, workspaces of libraries, and what the driver keeps of the memory that `nvidia-smi` and the catalogue tell:
-    0.3 to 0.7 GiB, which torch does not count as the device's. Of a CPU, the process."""
+    """The CUDA context, workspaces of libraries, and what the driver keeps of the memory that `nvidia-smi` and the catalogue
+    tell: 0.3 to 0.7 GiB, which torch does not count as the device's. Of a CPU, the process."""
     variant_of: str = ""
     """The stack that it is but for some of its kernels; fits give the two all other constants of time in common."""
     mean_of: str = ""
