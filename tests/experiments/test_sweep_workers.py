@@ -152,6 +152,7 @@ from contextlib import closing
 from joblib.externals.loky.backend.popen_loky_posix import Popen
 from experiments.workers import Workers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test in the background of a shell would begin without
 launch, launched = Popen._launch, []
 
 def interrupted(*arguments):
