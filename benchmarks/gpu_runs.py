@@ -8,9 +8,10 @@
 A plan's trace and results stay in `runs/NAME/` there (`compiled/NAME/` with `--compile`), as a worker leaves them; what is there
 already is kept. The table, as text and CSV, has the measured iteration and peak memory of each plan beside the simulated ones:
 with the kind's shipped record and a runtime that loses nothing, and with the record and the stack of the bench, if that is there.
-The bench knows none of these plans. After a change of what the simulator counts, `--again` fits a bench to its measurements once
-more, and predicts by it what a table has as measured; both are rewritten. Every plan is trained as `motley run` does it, by a
-worker of its own.
+The bench knows none of these plans. Every plan is trained as `motley run` does it, by a worker of its own.
+
+After a change of what the simulator counts, `--again` fits a bench to its measurements once more, and predicts by it the times
+that a table has as measured; both are rewritten, but for the peaks.
 
 Plans of several devices are trained by as many workers that share the GPU through gloo: their peaks of memory are as on GPUs of
 their own, their times are not, and are left out.
@@ -306,12 +307,23 @@ def write_table_again(bench_file: Path, chosen: Mapping[str, Plan], target: Path
     before = read_bench(bench_file)
     if before.gpu_kind is None:
         raise SystemExit(f"{bench_file} has no measurements of a device")
+    try:
+        first = target.with_suffix(".txt").read_text(encoding="utf-8").partition("\n")[0]
+        with target.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+    except OSError as error:
+        raise SystemExit(f"--table: {error.filename}: cannot be read: {error.strerror}") from None
+    if not first.startswith(before.device):
+        raise SystemExit(f"the bench is of {before.device}, but the table of {first.partition(',')[0]}")
+    if unknown := [line["plan"] for line in lines if line["plan"] not in chosen]:
+        raise SystemExit(f"{target.with_suffix('.csv')}: there is no plan {', '.join(unknown)} any more")
+    if not lines:
+        raise SystemExit(f"{target.with_suffix('.csv')} has no rows")
     shipped = replace(before.gpu_kind, efficiency=gpu_kind(before.gpu_kind.name).efficiency)
     found = fit_bench(replace(before, gpu_kind=shipped)).bench
-    with target.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-        rows = again(csv.DictReader(file), chosen, found)
+    rows = again(lines, chosen, found)
     write_file(bench_file, bench_yaml(found), replace=True)
-    write_rows(rows, head(found.device, found, compiled=False), target)
+    write_rows(rows, first, target)
 
 
 def head(kind: str, found: Bench | None, compiled: bool) -> str:
@@ -347,6 +359,8 @@ def main() -> None:
     if asked.again is not None:
         if asked.table is None:
             parser.error("--again needs --table, the table whose plans are predicted")
+        if asked.only or asked.compile:
+            parser.error("--again is of all plans of a table; leave out --only and --compile")
         write_table_again(asked.again, plans(), asked.table)
         return
     chosen = {name: found for name, found in plans().items() if not asked.only or name in asked.only}

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import Any
 
@@ -69,7 +69,7 @@ FEWEST_RUNS = 10
 """As many runs a fit looks at, the smallest programs first, however large they are."""
 
 RECORD_RUNS = 10
-"""As many runs stand for what a shipped record was fitted on, where it is fitted on others."""
+"""As many runs stand for what a shipped record says, where it is fitted on a user's."""
 
 FIRST_STEPS, FURTHER_STEPS = 6, 3
 """Steps of the search from each start, and from each further one, before the best of them is searched to its end. After three
@@ -112,7 +112,7 @@ class Parameter:
     def near(self, value: float, runs: int) -> Parameter:
         """The parameter with its prior about a record's value; as it is where that is none of its values.
 
-        The record was fitted on runs, too: beside these, `runs` others say the less the fewer they are.
+        `runs` of a user's say the less beside what is shipped the fewer they are.
         """
         if not self.least <= value <= self.most:
             return self
@@ -188,6 +188,8 @@ class FittedStack:
     memory_error: float
     variants: tuple[Stack, ...] = ()
     """Fitted, too."""
+    runs: Mapping[str, int] = field(default_factory=dict)
+    """How many runs each of these had, by its name: of times or of memory, whichever were more."""
 
 
 @dataclass(frozen=True)
@@ -285,16 +287,16 @@ def fit(
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
     text = constants_text(Constants({**kinds, **told}, kept, found_links))
     seen = frozenset(run.id for name, rows in by_stack.items() for run in (*rows, *failed.get(name, ())))
-    few = () if anew else tuple(line for one in fitted if (line := _told_few(one)) is not None)
+    few = () if anew else tuple(line for one in fitted for line in _told_few(one))
     return Fitted(text, seen, timed, weighed, len(calibration) + len(out_of_memory), len(held), doubts, few)
 
 
-def _told_few(found: FittedStack) -> str | None:
-    """What to know of a stack that few runs were fitted on, where its shipped record has others behind it."""
-    runs, before = max(found.timed, found.weighed), stack(found.stack.name).source
-    if runs >= RECORD_RUNS or not before.startswith(_FITTED):
-        return None
-    return f"{found.stack.name}: {_runs(runs)}; the shipped record was {before}"
+def _told_few(found: FittedStack) -> Iterator[str]:
+    """A line for each of a stack and its variants that few runs were fitted on, and whose shipped record has others behind it."""
+    for one in (found.stack, *found.variants):
+        runs, before = found.runs.get(one.name, 0), stack(one.name).source
+        if 0 < runs < RECORD_RUNS and before.startswith(_FITTED):
+            yield f"{one.name}: {_runs(runs)}; the shipped record was {before}"
 
 
 def _runs(count: int) -> str:
@@ -365,12 +367,12 @@ def fit_stack(task: Task) -> FittedStack:
     members, factors, errors = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
     fitted: list[Stack] = []
-    weighed, memory_errors = 0, list[float]()
+    weighed, memory_errors, runs = 0, list[float](), dict[str, int]()
     for begun, member in zip((task.stack, *task.variants), members, strict=True):
         own = [row for row in usable if row.cluster.stack == begun]
         failed = [row for row in out_of_memory if variants.get(row.cluster.stack.name, task.stack) == begun]
         met = errors.get(begun.name, ())
-        if fitted:  # a variant whose memory no run speaks of has that of its stack
+        if fitted and task.anew:  # a variant whose memory no run speaks of has that of its stack
             member = _with_constants(member, {p.name: getattr(fitted[0], p.name) for p in MEMORY_PARAMETERS})
         member, count, missed = _fit_bytes(member, own, failed, task.anew)
         told = [f"times of {_runs(len(met))}, met within {np.mean(met):.3f} on average"] if len(met) else []
@@ -381,6 +383,7 @@ def fit_stack(task: Task) -> FittedStack:
         source = f"{_FITTED}{beside} on {'; '.join(told)}" if told else begun.source
         fitted.append(replace(member, source=source, mean_of="" if told else begun.mean_of))
         weighed, memory_errors = weighed + count, [*memory_errors, *missed]
+        runs[begun.name] = max(len(met), count)
     times = [error for met in errors.values() for error in met]
     return FittedStack(
         fitted[0],
@@ -390,6 +393,7 @@ def fit_stack(task: Task) -> FittedStack:
         weighed,
         float(np.mean(memory_errors)) if memory_errors else math.nan,
         tuple(fitted[1:]),
+        runs,
     )
 
 
@@ -446,12 +450,14 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
     counts = Counter(source for _, _, _, source, _ in estimates)
     weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source, _ in estimates])
+    # Of a record whose times nobody measured, the values of a stack that loses nothing, the priors know more.
+    anew = task.anew or not ("times of" in task.stack.source or task.stack.mean_of)
     of_variants = [
-        p if task.anew else p.near(getattr(variant, p.name) / (getattr(task.stack, p.name) or math.inf), len(estimates))
+        p if anew else p.near(getattr(variant, p.name) / (getattr(task.stack, p.name) or math.inf), len(estimates))
         for variant in task.variants
         for p in apart
     ]
-    shared_priors = _about(shared, task.stack, len(estimates), task.anew)
+    shared_priors = _about(shared, task.stack, len(estimates), anew)
     solution = _solve(errors, (*shared_priors, *of_variants, *factors), len(estimates), weights)
     changed, _ = constants(solution)
     found = dict(zip(free, np.exp(solution[len(solution) - len(free) :]).tolist(), strict=True))

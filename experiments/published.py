@@ -212,7 +212,7 @@ class _Row:
             else:
                 intra = ("nvswitch", nvlink)
             groups.append((kind, count, *intra))
-            if per_node > 1 and (unknown or not link or (fabric and intra[0] != "nvswitch")):
+            if per_node > 1 and (unknown or (fabric and intra[0] != "nvswitch")):
                 why = f", for intra_node_link {run.intra_node_link!r} tells nothing more of {kind.name}" if link else ""
                 self._note(f"{intra[0]} between the GPUs of a node{why}")
         many = any(-(-count // per_node) > 1 for _, count in self.gpus) or len(self.gpus) > 1
@@ -528,7 +528,9 @@ _FABRICS = ("nvlink", "nvswitch", "nvl", "sxm", "hgx", "dgx", "infinity fabric",
 _NO_FABRICS = ("no nvlink", "without nvlink", "non-nvlink", "nvlink disabled", "nvlink off")
 """Words of `intra_node_link` that tell of a kind's own fabric, and that there is none. Words that tell neither say nothing."""
 
-_PCIE_GENERATION = re.compile(r"pci-?e?(?:xpress)?[ -]*(?:gen(?:eration)?)?[ .-]*([345])(?:\.0)?(?![\d.])")
+_PCIE_GENERATION = re.compile(
+    r"pci[ -]?e(?:xpress)?[ :(.-]*(?:v|gen(?:eration)?)?[ .-]*([345])(?:\.0)?(?![\d.]| *(?:gb|switch|node|card))"
+)
 """What a link by PCIe is called where its generation is told: PCIe 4.0, pcie gen3, PCIe4."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}

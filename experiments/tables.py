@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -162,9 +162,6 @@ def _iteration_title(origin: str, report: Report, remark: str = "") -> str:
     """How long an iteration was and what of its peak it reached."""
     return f"one {origin} iteration of {seconds(report.iteration_s)}{remark}, MFU {per_cent(report.mfu, 1)}"
 
-
-NARROW = 80
-"""Columns of a terminal that tables shall be legible in; wider ones have their columns nearer to each other."""
 
 FOLDED = 14
 """A column of a plan is not folded to fewer letters a line, unless its words are all shorter."""
@@ -331,7 +328,7 @@ def spread_line(spread: Spread) -> str:
     """The iterations of several runs, on one line."""
     times = spread.iteration_s
     return (
-        f"{len(times)} runs on devices whose speeds differ by {per_cent(spread.jitter, 1)}: iteration {seconds(spread.median_s)} "
+        f"{len(times)} runs on devices whose speeds differ by {100 * spread.jitter:g} %: iteration {seconds(spread.median_s)} "
         f"(median), {seconds(min(times))} to {seconds(max(times))}, standard deviation "
         f"{per_cent(spread.standard_deviation_s / spread.median_s)}; the figures above are of the run in the middle"
     )
@@ -802,31 +799,44 @@ def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS)
 
 def cells_table(title: str, cells: Cells) -> Group:
     """A table of cells below its title; the cells of a column of figures stand on the right."""
-    columns = list(zip(*cells, strict=True))
-    figures = [all(map(_is_figure, column)) for _, *column in columns]
+    return Group(Text(title, style="bold"), _CellsTable(cells))
 
-    def least(folded: int) -> list[int]:
-        """Letters that each column needs if no figure is folded, and no word of a text that has fewer than so many."""
-        return [
-            max(map(len, [*heading.split(), *column])) if figure else min(_longest_word([heading, *column]), folded)
-            for (heading, *column), figure in zip(columns, figures, strict=True)
-        ]
 
-    choices = ((apart, least(folded)) for folded in (FOLDED, FOLDED // 2) for apart in (2, 1))
-    fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= NARROW)
-    apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, all may be folded: nothing is cut off
-    table = _table(apart)
-    for (heading, *_), figure, width in zip(columns, figures, widths, strict=True):
-        table.add_column(
-            heading.replace(" ", "\n"),
-            justify="right" if figure else "left",
-            overflow="fold",
-            no_wrap=figure and width > 0,
-            min_width=width or None,
-        )
-    for row in cells[1:]:
-        table.add_row(*row)
-    return _titled(title, table)
+@dataclass(frozen=True)
+class _CellsTable:
+    """Cells in columns that suit the width of the console: no figure is folded, and no short word, where there is room."""
+
+    cells: Cells
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """The table for so many columns."""
+        columns = list(zip(*self.cells, strict=True))
+        figures = [all(map(_is_figure, column)) for _, *column in columns]
+
+        def least(folded: int) -> list[int]:
+            """Letters that each column needs if no figure is folded, and no word of a text that has fewer than so many."""
+            return [
+                max(map(len, [*heading.split(), *column]), default=0)
+                if figure
+                else min(_longest_word([heading, *column]), folded)
+                for (heading, *column), figure in zip(columns, figures, strict=True)
+            ]
+
+        choices = ((apart, least(folded)) for folded in (FOLDED, FOLDED // 2, 1) for apart in (2, 1))
+        fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= options.max_width)
+        apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, figures are folded, too: nothing is cut off
+        table = _table(apart)
+        for (heading, *_), figure, width in zip(columns, figures, widths, strict=True):
+            table.add_column(
+                heading.replace(" ", "\n"),
+                justify="right" if figure else "left",
+                overflow="fold",
+                no_wrap=figure and width > 0,
+                min_width=width or None,
+            )
+        for row in self.cells[1:]:
+            table.add_row(*row)
+        yield table
 
 
 def cells_markdown(title: str, cells: Cells) -> str:

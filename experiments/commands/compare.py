@@ -52,7 +52,6 @@ from experiments.output import Outputs, check_folder, outputs
 from experiments.peers import judge_peer, peers_on
 from experiments.progress import count_progress
 from experiments.standings import standings_table
-from experiments.tables import per_cent
 from partition import PLANNERS
 from partition.search import planner_named
 from sim.spec.cluster import Cluster
@@ -265,7 +264,7 @@ def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outpu
     """
     rows = []
     if folder is not None:
-        for earlier in _earlier_plans(folder, {plan_file_name(outcome.cell) for outcome in outcomes if outcome.plan is not None}):
+        for earlier in _earlier(folder, {plan_file_name(outcome.cell) for outcome in outcomes if outcome.plan is not None}):
             files.say(f"{earlier} is of an earlier comparison, and is kept as {set_aside(earlier)}")
     for outcome in outcomes:
         name = plan_file_name(outcome.cell)
@@ -285,14 +284,15 @@ def write_results(outcomes: Sequence[Outcome], folder: Path | None, files: Outpu
     files.write("--json", rows_json(rows))
 
 
-def _earlier_plans(folder: Path, written: Collection[str]) -> list[Path]:
-    """The plans that an earlier comparison left in the folder, by its table, and that this one does not write over."""
+def _earlier(folder: Path, plans: Collection[str]) -> list[Path]:
+    """What an earlier comparison left in the folder, by its table, and one that writes these plans does not write over."""
     try:
         with (folder / TABLES[0]).open(encoding="utf-8", newline="") as file:
             named = {row.get("plan") or "" for row in csv.DictReader(file)}
     except (OSError, ValueError, csv.Error):
         return []
-    return [folder / name for name in sorted(named - {*written, ""}) if Path(name).name == name and (folder / name).is_file()]
+    names = [*sorted(named - {*plans, ""}), *([] if plans else [PICTURE])]
+    return [folder / name for name in names if Path(name).name == name and (folder / name).is_file()]
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path) -> Path | None:
@@ -313,8 +313,8 @@ def show_ranking(cluster: Cluster, job: Job, outcomes: Sequence[Outcome], files:
     if seeds > 1:
         title += f"; medians of {seeds} seeds, and the range of the first figure"
     if (spread := next((outcome.spread for outcome in outcomes if outcome.spread is not None), None)) is not None:
-        times, apart = len(spread.iteration_s), per_cent(spread.jitter, 1)
-        title += f"; of {times} runs on devices whose speeds differ by {apart} the one in the middle"
+        apart = f"{100 * spread.jitter:g} %"
+        title += f"; of {len(spread.iteration_s)} runs on devices whose speeds differ by {apart} the one in the middle"
     standings = ranking(outcomes)
     files.console.print(standings_table(title, standings, outcomes[0].cell.objective))
     for standing in standings:

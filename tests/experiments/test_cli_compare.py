@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from sim.spec.job import Job
 from sim.spec.judge import Cost, Infeasible
 from sim.spec.plan import read_plan
 from sim.spec.reading import InputError
+from sim.spec.stack import Stack
 from sim.spec.transformer import transformer
 from tests.experiments.conftest import TINY_CLUSTER, Ran, World
 
@@ -78,6 +79,10 @@ def test_plans_of_an_earlier_comparison_do_not_stay_beside_those_of_another(motl
     names = {"tiny.random.0.json", "results.csv", "history.csv", "quality.png", "notes.json"}
     assert {path.name for path in out.iterdir() if not path.name.endswith("~")} == names
     assert (out / "tiny.megatron.0.json.~1~").read_text() == before["tiny.megatron.0.json"]
+    third = motley(*arguments(world, "--cluster", world.cluster, "--planners", "random", "--out", out, "--model", "llama-2-70b"))
+    assert third.code == 1 and "no feasible plan" in third.err
+    names = {"results.csv", "history.csv", "notes.json"}
+    assert {path.name for path in out.iterdir() if not path.name.endswith("~")} == names
     assert Path(own).read_text() == "{}" and "tiny.megatron.0.json is of an earlier comparison" in " ".join(second.out.split())
 
 
@@ -249,6 +254,20 @@ def test_what_is_kept_is_what_was_found(cell: Cell, tmp_path: Path) -> None:
     assert also.result == second.result and also.result is not None and also.result.infeasible is not None
 
 
+def test_a_figure_of_stacks_that_came_later_goes_without_saying(cell: Cell) -> None:
+    """Else what was searched before would be searched again, and journals of sweeps would not be continued."""
+    said = comparison._cluster_text(cell.cluster)
+    named = {field.name for field in fields(Stack) if f", {field.name}=" in said}
+    first = (
+        "flash_attention matmul_scale attention_scale memory_traffic loss_traffic gradient_bytes host_s tensor_host_s ring_step_s"
+    )
+    first += " micro_batch_s blocking_messages message_s message_nodes message_lane_nodes tensor_overlap node_collective_scale"
+    first += (
+        " collective_scale overlap_slowdown optimizer_traffic step_s gradient_copy activation_scale logits_scale fragmentation"
+    )
+    assert named == {*first.split(), "context_bytes", "source"}
+
+
 def test_half_a_file_is_not_taken(cell: Cell, tmp_path: Path) -> None:
     compare([cell], processes=1, keep=tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
@@ -299,7 +318,7 @@ def test_plans_are_ranked_as_they_do_on_devices_of_different_speeds(motley: Motl
     best = min(row["iteration_s"] for row in rows)
     assert [row["ratio_to_best"] for row in rows] == [row["iteration_s"] / best for row in rows]
     table = " ".join(ran.err.split())
-    assert "of 3 runs on devices whose speeds differ by 20.0 % the one in the middle" in table and "in step" in table
+    assert "of 3 runs on devices whose speeds differ by 20 % the one in the middle" in table and "in step" in table
 
 
 def test_an_interrupted_jitter_writes_nothing(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

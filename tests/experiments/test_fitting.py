@@ -338,16 +338,43 @@ def test_runs_whose_speeds_contradict_one_another_are_not_fitted_on(monkeypatch:
 
 def test_what_few_runs_replace_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(function: object, tasks: list[Task], *others: object) -> tuple[list[FittedStack], bool]:
-        return [FittedStack(task.stack, {}, len(task.runs), 0.0, 0, 0.0) for task in tasks], False
+        counts = [Counter(world(row).cluster.stack.name for row in task.runs) for task in tasks]
+        fits = zip(tasks, counts, strict=True)
+        return [FittedStack(t.stack, {}, len(t.runs), 0.0, 0, 0.0, t.variants, n) for t, n in fits], False
 
     monkeypatch.setattr(fitting, "in_processes", found)
     monkeypatch.setattr(fitting, "fit_pieces", lambda *_: SimpleNamespace(efficiencies={}))
     monkeypatch.setattr(fitting, "fit_links", lambda path: (links(), None))
-    one = replace(run(*SHAPES[0], A100), framework="torchtitan")
+    one = replace(run(*SHAPES[0], A100), framework="NeMo")
+    bridge = replace(one, id="bridge", framework="Megatron-Bridge")
     many = [replace(one, id=str(i)) for i in range(RECORD_RUNS)]
-    said = f"torchtitan: 1 run; the shipped record was {stacks()['torchtitan'].source}"
-    told = [fitting.fit(runs, [], 0, 0.0, anew=anew).few for runs, anew in (([one], False), ([one], True), (many, False))]
-    assert told == [(said,), (), ()]
+    nemo, other = (f"{name}: 1 run; the shipped record was {stacks()[name].source}" for name in ("nemo", "megatron-bridge"))
+    asked = (([one], False), ([one], True), ([bridge], False), ([one, bridge], False), (many, False), ([*many, bridge], False))
+    told = [fitting.fit(runs, [], 0, 0.0, anew=anew).few for runs, anew in asked]
+    assert told == [(nemo,), (), (other,), (nemo, other), (), (other,)]
+
+
+def test_a_variant_keeps_its_memory_where_own_runs_say_nothing_of_it() -> None:
+    stack, variant = stacks()["aleph-megatron"], stacks()["aleph-megatron-rms"]
+    runs = [one for one in read_runs(PUBLISHED) if one.source_key == "aleph" and world(one).cluster.stack == variant][:2]
+    assert len(runs) == 2 and not any(one.peak_mem_gb for one in runs)
+    found = fit_stack(Task(stack, tuple(runs), (), Constants(), variants=(variant,), anew=False))
+    memory = [p.name for p in MEMORY_PARAMETERS]
+    assert [getattr(found.variants[0], name) for name in memory] == [getattr(variant, name) for name in memory]
+    assert found.runs == {stack.name: 0, variant.name: 2}
+    # Two runs leave it near its own rates, which are others than the stack's.
+    assert variant.memory_traffic < 0.6 * stack.memory_traffic
+    assert found.variants[0].memory_traffic / found.stack.memory_traffic < 0.75
+
+
+def test_own_runs_of_software_that_was_never_timed_are_not_held_near_one_that_loses_nothing() -> None:
+    true = replace(USUAL, matmul_scale=0.7, step_s=30e-3)
+    few = timed(true, SHAPES[2:5])
+    none, record = (
+        fit_stack(Task(Stack("s", source=text), tuple(few), (), Constants(), anew=False))
+        for text in ("", "fitted on times of 9 runs")
+    )
+    assert none.time_error < record.time_error
 
 
 def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> None:

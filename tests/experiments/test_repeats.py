@@ -126,7 +126,7 @@ def test_the_command_tells_the_spread(motley: Motley, world: World) -> None:
     _, spread = repeated(read_plan(world.plan), read_cluster(world.cluster), 5, 0.2, 5)
     assert written["repeats"] == json.loads(json.dumps(spread.values()))
     assert written["iteration_s"] == spread.median_s == read_trace(file).iteration_s
-    assert "5 runs on devices whose speeds differ by 20.0 %" in ran.err and "median" in ran.err
+    assert "5 runs on devices whose speeds differ by 20 %" in ran.err and "median" in ran.err
     once = motley("simulate", world.plan, "--cluster", world.cluster, "--jitter", 0.2, "--seed", 5, "--json", "-")
     assert json.loads(once.out)["iteration_s"] == spread.iteration_s[0] and "repeats" not in json.loads(once.out)
 

@@ -262,6 +262,11 @@ def test_the_backward_may_move_more_of_what_memory_bounds_and_nothing_else() -> 
     assert plain.backward_input_s - fused.backward_input_s == pytest.approx(2 * 1.5 * rest)
     same = ("forward_s", "backward_weight_s", "attention_s", "attention_backward_s", "pointwise_s")
     assert [getattr(plain, name) for name in same] == [getattr(fused, name) for name in same]
+    # Without flash the scores move through memory, too, which their backward does half as often again.
+    scores = [replace(stack, flash_attention=False) for stack in (STACK, more)]
+    fused, plain = (layer_seconds(slow, stack, TINY, 1, 4) for stack in scores)
+    assert plain.attention_backward_s == pytest.approx(3 * fused.attention_backward_s)
+    assert fused.attention_backward_s == pytest.approx(1.5 * fused.attention_s) and plain.attention_s == fused.attention_s
     embedding = [embedding_seconds(slow, stack, TINY, 1, 4) for stack in (STACK, more)]
     assert embedding[1].backward_weight_s == pytest.approx(3 * embedding[0].backward_weight_s)
     assert embedding[1].forward_s == embedding[0].forward_s
