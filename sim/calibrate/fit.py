@@ -609,8 +609,14 @@ def calibrate(
 def with_benches(cluster: Cluster, benches: Sequence[tuple[str, Bench]]) -> Cluster:
     """The cluster with the figures and records of its kinds, and the stack, that benches measured.
 
-    Raises InputError for a bench of a kind that the cluster does not have, and for links of devices that it does not have.
+    Raises InputError for a bench of a kind that the cluster does not have, for links of devices that it does not have, and for
+    benches of compiled layers beside others of layers that are not: the cluster has one stack.
     """
+    measured_layers = {bench.compiled: name for name, bench in benches if bench.measurements}
+    if len(measured_layers) > 1:
+        raise InputError(
+            f"{measured_layers[True]} is of compiled layers, {measured_layers[False]} is not: take benches of one sort"
+        )
     for name, bench in benches:
         if bench.kind and bench.kind not in (kinds := list(dict.fromkeys(node.gpu.name for node in cluster.nodes))):
             raise InputError(f"{name}: the bench is of a {bench.kind}, but the cluster {cluster.name!r} has {', '.join(kinds)}")

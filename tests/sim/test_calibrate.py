@@ -14,7 +14,7 @@ from sim.calibrate.fit import Fitting, _interval, _kendall, peaks_bytes, with_be
 from sim.calibrate.observations import run_spread
 from sim.cost.network import Network
 from sim.engine import simulate
-from sim.spec.bench import Bench, LinkMeasurement
+from sim.spec.bench import Bench, LinkMeasurement, Measurement
 from sim.spec.cluster import LinkOverride
 from sim.spec.program import Backward, Forward, work_key
 from sim.spec.reading import InputError
@@ -290,10 +290,23 @@ def test_a_trace_that_contradicts_itself_is_refused(runs: list[tuple[str, Trace]
             observed([("a.json", replace(trace, **change))], WORLD)
 
 
+LAUNCH = Measurement("launch", {"kernels": 10}, "fp32", 1e-4)
+
+
 def test_a_bench_of_another_kind_is_refused() -> None:
     bench = Bench("NVIDIA H200", "H200", ("bf16",), links=(LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0),))
     with pytest.raises(InputError, match=r"^h200\.yaml: the bench is of a H200, but the cluster 'mixed' has CPU-large, "):
         calibrate(WORLD, [], [("h200.yaml", bench)])
+
+
+def test_benches_of_compiled_layers_and_of_others_are_not_mixed() -> None:
+    plain = Bench("two cores", WORLD.device("large-0/0").gpu.name, ("fp32",), measurements=(LAUNCH,))
+    links = Bench("gloo", links=(LinkMeasurement("send", ("large-0/0", "small-0/0"), 1, 1.0),))
+    both = [("plain.yaml", plain), ("compiled.yaml", replace(plain, compiled=True)), ("links.yaml", links)]
+    with pytest.raises(InputError, match=r"^compiled\.yaml is of compiled layers, plain\.yaml is not: take benches of one sort$"):
+        with_benches(WORLD, both)
+    for some in (both[::2], both[1:]):
+        assert with_benches(WORLD, some) == WORLD
 
 
 def test_a_bench_of_a_cpu_says_nothing_of_the_memory_of_its_devices() -> None:
