@@ -822,7 +822,7 @@ class _CellsTable:
                 for (heading, *column), figure in zip(columns, figures, strict=True)
             ]
 
-        choices = ((apart, least(folded)) for folded in (FOLDED, FOLDED // 2, 1) for apart in (2, 1))
+        choices = ((apart, least(folded)) for folded in range(FOLDED, 0, -1) for apart in (2, 1))
         fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= options.max_width)
         apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, figures are folded, too: nothing is cut off
         table = _table(apart)
