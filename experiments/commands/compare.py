@@ -155,11 +155,12 @@ def compare(
     token); over several seeds, medians. Published plans for the same
     cluster and job stand in it, too. With --jitter every plan is simulated
     again on devices whose speeds differ by chance, as those of a cluster
-    do, and ranked by the run in the middle. --out writes CLUSTER.PLANNER.SEED.json
-    for every plan, results.csv, history.csv (the best plan over the seconds
-    of each search) and quality.png, which shows that; if the comparison is
-    killed, the same command continues it. Exit code 1: a cluster has no
-    feasible plan.
+    do, and ranked by the run in the middle.
+
+    --out writes CLUSTER.PLANNER.SEED.json for every plan, results.csv,
+    history.csv (the best plan over the seconds of each search) and
+    quality.png, which shows that; if the comparison is killed, the same
+    command continues it. Exit code 1: a cluster has no feasible plan.
 
     Example:
 
