@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from experiments.comparison import Standing, headroom
+from experiments.tables import FittedTable
 from partition.objective import MEASURED_IN
 
 _HEADINGS = {"iteration_s": "iteration\ns", "dollars_per_billion_tokens": "$ per 1e9\ntokens", "joules_per_token": "J per\ntoken"}
@@ -20,32 +19,30 @@ _HEADINGS = {"iteration_s": "iteration\ns", "dollars_per_billion_tokens": "$ per
 def standings_table(title: str, standings: Sequence[Standing], objective: str = "throughput") -> Group:
     """One row per planner or published plan, the best by the objective first. Over several seeds: medians, and its range.
 
-    Where plans were simulated on devices of different speeds, `in step` is their iteration on equal ones.
-
-    `times best` is what the objective measures over that of the best row whose plans fit in memory.
+    `times best` is what the objective measures over that of the best row whose plans fit in memory. Where plans were simulated on
+    devices of different speeds, `in step` is their iteration on equal ones.
     """
     jittered = any(outcome.spread is not None for standing in standings for outcome in standing.outcomes)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("planner", no_wrap=True)
-    for heading in (
+    headings = [
+        "",
+        "planner",
         _HEADINGS[MEASURED_IN[objective]],
         "times\nbest",
-        *(["in step,\ns"] if jittered else []),
+        *(["in\nstep\ns"] if jittered else []),
         "tokens/s",
         "MFU\n%",
         "memory\nleft %",
         "plans\njudged",
         "search\ns",
-    ):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("stopped, or\nhow judged", overflow="fold")
+        "stopped, or\nhow judged",
+    ]
     best = min((standing.value for standing in standings if standing.fits and standing.found), default=float("inf"))
-    rank = 0
+    rows, rank = [], 0
     for standing in standings:
         rank += standing.fits and bool(standing.found)
-        table.add_row(*_row(standing, rank, best, jittered))
-    return Group(Text(title, style="bold"), table)
+        rows.append(_row(standing, rank, best, jittered))
+    words = {"planner", headings[-1]}
+    return Group(Text(title, style="bold"), FittedTable(headings, rows, [heading not in words for heading in headings]))
 
 
 def _row(standing: Standing, rank: int, best: float, jittered: bool) -> list[str]:
@@ -66,7 +63,7 @@ def _row(standing: Standing, rank: int, best: float, jittered: bool) -> list[str
     return [
         str(rank) if standing.fits else "-",
         standing.planner,
-        f"{median(values):.4g}" + (f"\n{values[0]:.4g}-{values[-1]:.4g}" if values[0] < values[-1] else ""),
+        f"{median(values):.4g}" + (f"\n{values[0]:.4g} to\n{values[-1]:.4g}" if values[0] < values[-1] else ""),
         f"{median(values) / best:.3f}" if best < float("inf") else "-",
         *([f"{median(in_step_s):.4g}"] if jittered else []),
         f"{standing.median(lambda _, cost: cost.tokens_per_s):,.0f}",

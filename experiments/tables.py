@@ -799,42 +799,46 @@ def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS)
 
 def cells_table(title: str, cells: Cells) -> Group:
     """A table of cells below its title; the cells of a column of figures stand on the right."""
-    return Group(Text(title, style="bold"), _CellsTable(cells))
+    figures = (
+        [all(map(_is_figure, column)) for column in zip(*cells[1:], strict=True)] if len(cells) > 1 else [False] * len(cells[0])
+    )
+    return Group(Text(title, style="bold"), FittedTable([heading.replace(" ", "\n") for heading in cells[0]], cells[1:], figures))
 
 
 @dataclass(frozen=True)
-class _CellsTable:
+class FittedTable:
     """Cells in columns that suit the width of the console: no figure is folded, and no short word, where there is room."""
 
-    cells: Cells
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    figures: Sequence[bool]
+    """Which columns have figures, that stand on the right."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """The table for so many columns."""
-        columns = list(zip(*self.cells, strict=True))
-        figures = [all(map(_is_figure, column)) for _, *column in columns]
+        columns = [[heading, *(row[i] for row in self.rows)] for i, heading in enumerate(self.headings)]
 
         def least(folded: int) -> list[int]:
             """Letters that each column needs if no figure is folded, and no word of a text that has fewer than so many."""
+            lines = [[line for cell in column for line in cell.splitlines()] for column in columns]
             return [
-                max(map(len, [*heading.split(), *column]), default=0)
-                if figure
-                else min(_longest_word([heading, *column]), folded)
-                for (heading, *column), figure in zip(columns, figures, strict=True)
+                max(map(len, own), default=0) if figure else min(_longest_word(own), folded)
+                for own, figure in zip(lines, self.figures, strict=True)
             ]
 
         choices = ((apart, least(folded)) for folded in range(FOLDED, 0, -1) for apart in (2, 1))
         fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= options.max_width)
         apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, figures are folded, too: nothing is cut off
         table = _table(apart)
-        for (heading, *_), figure, width in zip(columns, figures, widths, strict=True):
+        for heading, figure, width in zip(self.headings, self.figures, widths, strict=True):
             table.add_column(
-                heading.replace(" ", "\n"),
+                heading,
                 justify="right" if figure else "left",
                 overflow="fold",
                 no_wrap=figure and width > 0,
                 min_width=width or None,
             )
-        for row in self.cells[1:]:
+        for row in self.rows:
             table.add_row(*row)
         yield table
 
