@@ -113,7 +113,7 @@ def warnings(found: Calibrated) -> list[str]:
 def errors_table(found: Calibrated) -> Table:
     """Errors of the iteration's prediction, before and after."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("|predicted / measured - 1|", no_wrap=True)
+    table.add_column("|predicted / measured - 1|", overflow="fold")
     for heading in ("before", "after"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in error_rows(found):
