@@ -36,8 +36,9 @@ def _may() -> str | None:
         return "needs iproute2"
     if os.geteuid() != 0 or not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs root and /dev/net/tun"
-    tried = subprocess.run(["ip", "netns", "add", "motley-try"], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", "motley-try"], capture_output=True, check=False)
+    name = f"motley-try-{os.getpid()}"  # other processes of the tests try it at the same time
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return None if tried.returncode == 0 else "may not make network namespaces"
 
 
