@@ -86,8 +86,8 @@ ROUNDS = 2
 """How often a search goes through all further starts: what one of them finds may open the way for another before it."""
 
 
-_FITTED = "fitted"
-"""What the source of a fitted record begins with."""
+_FITTED, _TIMES = "fitted", "times of"
+"""What the source of a fitted record begins with, and what stands in it where its times were fitted."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def fit_stack(task: Task) -> FittedStack:
         if fitted and task.anew:  # a variant whose memory no run speaks of has that of its stack
             member = _with_constants(member, {p.name: getattr(fitted[0], p.name) for p in MEMORY_PARAMETERS})
         member, count, missed = _fit_bytes(member, own, failed, task.anew)
-        told = [f"times of {_runs(len(met))}, met within {np.mean(met):.3f} on average"] if len(met) else []
+        told = [f"{_TIMES} {_runs(len(met))}, met within {np.mean(met):.3f} on average"] if len(met) else []
         if count:
             within_error = f", met within {np.mean(missed):.3f} on average" if missed else ""
             told.append(f"memory of {_runs(count)}{within_error}")
@@ -451,7 +451,7 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
     counts = Counter(source for _, _, _, source, _ in estimates)
     weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source, _ in estimates])
     # Of a record whose times nobody measured, the values of a stack that loses nothing, the priors know more.
-    anew = task.anew or not ("times of" in task.stack.source or task.stack.mean_of)
+    anew = task.anew or not (_TIMES in task.stack.source or task.stack.mean_of)
     of_variants = [
         p if anew else p.near(getattr(variant, p.name) / (getattr(task.stack, p.name) or math.inf), len(estimates))
         for variant in task.variants
