@@ -224,12 +224,12 @@ def with_jitter(
     its cell's seed and those after it draw, and costs what the run in the middle does: plans of the same seed have the same
     devices. Alike pipelines then no longer send at the same instants, as those of equal devices do.
     """
-    found, interrupted = in_processes(partial(_jittered, jitter, repeats), outcomes, processes, progress)
+    found, interrupted = in_processes(partial(jittered, jitter, repeats), outcomes, processes, progress)
     return [outcome for outcome in found if outcome is not None], interrupted
 
 
-def _jittered(jitter: float, repeats: int, outcome: Outcome) -> Outcome:
-    """The outcome with the cost of the run in the middle, if it has a plan."""
+def jittered(jitter: float, repeats: int, outcome: Outcome) -> Outcome:
+    """The outcome with the cost of the run in the middle, if it has a plan; see `with_jitter`."""
     cell, result = outcome.cell, outcome.result
     if result is None or result.plan is None or result.cost is None:
         return outcome
@@ -258,7 +258,8 @@ def _run_once(folder: Path | None, cell: Cell) -> Outcome:
 
 def cell_digest(cell: Cell) -> str:
     """A name of a cell that changes with everything in it: cluster, constants, job, planner and all else, version."""
-    names = [part.name for part in fields(cell) if part.name != "cluster" and getattr(cell, part.name) != "throughput"]
+    later = ("objective", "jitter")  # as they are by default they go unsaid, for so it was before there was another
+    names = [p.name for p in fields(cell) if p.name != "cluster" and (p.name not in later or getattr(cell, p.name) != p.default)]
     told = _said(" ".join(repr(getattr(cell, name)) for name in names))
     return sha256(f"{VERSION} {_cluster_text(cell.cluster)} {told}".encode()).hexdigest()[:16]
 
@@ -274,7 +275,7 @@ UNSAID = (
     ", variant_of=''",
     ", mean_of=''",
 )
-"""What goes without saying, as speed as the objective does: so it was before there was anything else, and names stay."""
+"""What goes without saying: so it was before there was anything else, and names stay."""
 
 
 def _said(text: str) -> str:
@@ -395,6 +396,8 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
     searched = result if outcome.searched else None
     return {
         "cluster": cell.cluster.name,
+        "stack": cell.cluster.stack.name,
+        "gpus": len(cell.cluster.devices),
         "model": cell.job.model.name,
         "sequence_length": cell.job.sequence_length,
         "global_batch": cell.job.global_batch,
@@ -404,6 +407,7 @@ def row(outcome: Outcome, plan_file: str | None = None) -> dict[str, Any]:
         "objective": cell.objective,
         "seed": cell.seed,
         "budget_s": cell.budget_s if outcome.searched else None,
+        "schedule": outcome.plan.schedule if outcome.plan is not None else None,
         **{name: getattr(cost, name) if cost is not None else None for name in measures},
         **_spread_columns(outcome),
         **{name: getattr(outcome.outlay, name, None) for name in ("dollars_per_billion_tokens", "joules_per_token")},

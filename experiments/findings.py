@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from experiments.journal import CSV, JOURNAL, PARQUET
 from experiments.machine import allocated_bytes, with_measured_peaks
+from experiments.repeats import repeated
 from experiments.sweep_files import with_bandwidth
 from partition.objective import MEASURED_IN
 from sim.cost.feasibility import infeasible
@@ -183,7 +184,8 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
     told_s = run.simulated.get("iteration_s") if measured else run.row.get("iteration_s")
     exact = bool(run.simulated) or (not measured and run.row.get("judge", "simulate") == "simulate" and not run.told)
     where = _as_it_ran(run, plan, cluster) if measured else cluster
-    trace = simulate(plan, where)
+    jitter, seed, repeats = (0.0, 0, 1) if measured else _drawn(run)
+    trace = repeated(plan, where, seed, jitter, repeats)[0] if jitter > 0 else simulate(plan, where)
     if exact and told_s is not None and not math.isclose(trace.iteration_s, told_s, rel_tol=1e-6):
         return [
             f"{run.name}: its timeline is not told, because on the cluster {cluster.name!r} that is known here the simulated "
@@ -198,6 +200,16 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
         run.peaks.setdefault(SIMULATED, allocated_bytes(plan, "cpu" if on_cpus else "cuda"))  # what a run can measure
         run.links = run.links or report(trace, where).links
     return []
+
+
+def _drawn(run: Run) -> tuple[float, int, int]:
+    """How far the speeds of its devices differ, the seed they were drawn with, and how often, as its report or row tells."""
+    spread = run.told.get("repeats")
+    told = spread if isinstance(spread, dict) else {**run.row, "count": run.row.get("repeats")}
+    jitter, seed, count = (told.get(name) for name in ("jitter", "seed", "count"))
+    if not isinstance(jitter, int | float) or not 0 < jitter <= 1:
+        return 0.0, 0, 1
+    return jitter, seed if isinstance(seed, int) else 0, count if isinstance(count, int) else 1
 
 
 def _as_it_ran(run: Run, plan: Plan, cluster: Cluster) -> Cluster:

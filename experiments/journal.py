@@ -54,13 +54,19 @@ class Head:
 class Journal:
     """The journal of a sweep in a folder, open for more: a context that one process at a time can enter.
 
-    `rows` has the finished runs' rows by digest; `wrong` names the first column of a row that is no run's. Raises InputError
-    where the folder holds such rows, or results of another sweep or of another version of Motley, or another process is at
-    work in it; then nothing has been changed.
+    `rows` has the finished runs' rows by digest; `wrong` names the first column of a row that is no run's, once `whole` has added
+    to it what rows of earlier versions do not have. Raises InputError where the folder holds such rows, or results of another
+    sweep or of another version of Motley, or another process is at work in it; then nothing has been changed.
     """
 
-    def __init__(self, folder: Path, head: Head, wrong: Callable[[Row], str | None] = lambda row: None) -> None:
-        self.folder, self.head, self._wrong = folder, head, wrong
+    def __init__(
+        self,
+        folder: Path,
+        head: Head,
+        wrong: Callable[[Row], str | None] = lambda row: None,
+        whole: Callable[[Row], Row] = lambda row: row,
+    ) -> None:
+        self.folder, self.head, self._wrong, self._whole = folder, head, wrong, whole
         self.rows: dict[str, Row] = {}
         self._file: int | None = None
 
@@ -120,6 +126,7 @@ class Journal:
             row = parse_json(line, f"{path}, line {number}")
             if not isinstance(row, dict) or row.get("run") not in known:
                 raise InputError(f"{path}, line {number}: expected the row of a run of this sweep, but got {line[:60]!r}")
+            row = self._whole(row)
             if (wrong := self._wrong(row)) is not None:
                 told = row.get(wrong, "missing")
                 raise InputError(f"{path}, line {number}: expected the row of a run, but its {wrong} is {told!r}")

@@ -14,10 +14,11 @@ from sim.spec.reading import InputError, nearest
 
 JudgeMaker: TypeAlias = Callable[[Cluster, Job, int], Judge]
 
-ESTIMATE = "estimate"
+SIMULATE, ESTIMATE = "simulate", "estimate"
+"""Only the simulation has devices of different speeds."""
 
 JUDGES: Mapping[str, JudgeMaker] = {
-    "simulate": simulation,
+    SIMULATE: simulation,
     ESTIMATE: lambda cluster, job, seed: estimation(cluster, job),
 }
 """By name, what makes a judge for a cluster, a job and a seed."""

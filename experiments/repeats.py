@@ -66,7 +66,10 @@ def repeated(
     network, times = Network(cluster), []
     with counting(repeats) as one_done:
         for i in range(repeats):
-            times.append(simulate(plan, cluster, seed + i, jitter, network).iteration_s)
+            trace = simulate(plan, cluster, seed + i, jitter, network)
+            times.append(trace.iteration_s)
             one_done()
     spread = Spread(jitter, seed, tuple(times))
-    return simulate(plan, cluster, seed + spread.middle, jitter, network), spread
+    if spread.middle != repeats - 1:  # traces are large: the last alone is kept
+        trace = simulate(plan, cluster, seed + spread.middle, jitter, network)
+    return trace, spread

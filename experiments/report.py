@@ -165,6 +165,8 @@ _INPUTS: Mapping[str, _Column] = {
     "schedule": _Column("schedule"),
     "objective": _Column("objective"),
     "judge": _Column("judge"),
+    "jitter": _Column("jitter, %", 100, "g"),
+    "repeats": _Column("repeats", form="d"),
     "seed": _Column("seed", form="d"),
     "budget_s": _Column("budget, s", form="g"),
     "origin": _Column("origin"),
@@ -176,6 +178,9 @@ _OF_CLUSTERS: Mapping[str, _Column] = {
 """What the cluster's name and the labels of a sweep mean; after these, because it follows from them."""
 _RESULTS: Mapping[str, _Column] = {
     "iteration_s": _Column("iteration, s", form=".4g"),
+    "in_step_s": _Column("in step, s", form=".4g"),
+    "least_s": _Column("least, s", form=".4g"),
+    "most_s": _Column("most, s", form=".4g"),
     "tokens_per_s": _Column("tokens/s", form=",.0f"),
     "mfu": _Column("MFU, %", 100, ".2f"),
     "hfu": _Column("HFU, %", 100, ".2f"),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-from experiments.comparison import Cell, Outcome, cell_digest, error_text, judged, row, run_cell
+from experiments.comparison import Cell, Outcome, cell_digest, error_text, jittered, judged, row, run_cell
 from experiments.journal import Journal
-from experiments.judges import judge_named
+from experiments.judges import SIMULATE, judge_named
 from experiments.workers import Died, Workers
 from partition.parallel import stay_alone
 from partition.search import PLANNERS, Planner, planner_named
@@ -36,15 +36,22 @@ Label: TypeAlias = str | int | float | bool
 class Run(Cell):
     """One run of a sweep, before it is executed: a search, or with `plan` the judging of that plan.
 
-    `labels` are further columns of its row, for what varies in a sweep and is not said by the others. Raises InputError for an
-    unknown planner or judge, a plan of another job, and a label that is a column already.
+    With `jitter`, the standard deviation of the devices' speeds as a fraction, its plan is simulated once more with the speeds
+    that `seed` draws, and costs what that says. `labels` are further columns of its row, for what varies in a sweep and is not
+    said by the others. Raises InputError for an unknown planner or judge, a plan of another job, a jitter that is no fraction or
+    that the judge does not have, and a label that is a column already.
     """
 
     plan: Plan | None = None
     labels: tuple[tuple[str, Label], ...] = ()
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         judge_named(self.judge)
+        if not 0 <= self.jitter <= 1:
+            raise InputError(f"jitter is a number between 0 and 1, but got {self.jitter!r}")
+        if self.jitter > 0 and self.judge != SIMULATE:
+            raise InputError(f"jitter {self.jitter:g} needs the judge {SIMULATE}, but got {self.judge}")
         if self.plan is None:
             planner_named(self.planner)
         elif self.plan.job() != self.job:
@@ -57,10 +64,15 @@ class Run(Cell):
 
 
 def given(
-    cluster: Cluster, plan: Plan, judge: str = "simulate", seed: int = 0, labels: tuple[tuple[str, Label], ...] = ()
+    cluster: Cluster,
+    plan: Plan,
+    judge: str = "simulate",
+    seed: int = 0,
+    labels: tuple[tuple[str, Label], ...] = (),
+    jitter: float = 0.0,
 ) -> Run:
     """The run that judges a plan on a cluster."""
-    return Run(cluster, plan.job(), GIVEN, judge, seed=seed, plan=plan, labels=labels)
+    return Run(cluster, plan.job(), GIVEN, judge, seed=seed, plan=plan, labels=labels, jitter=jitter)
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -81,8 +93,10 @@ COLUMNS: Mapping[str, type] = {
     "budget_s": float,
     "schedule": str,
     "judge": str,
+    "jitter": float,
     "seed": int,
     "iteration_s": float,
+    "in_step_s": float,
     "tokens_per_s": float,
     "mfu": float,
     "mfu_used": float,
@@ -107,6 +121,11 @@ COLUMNS: Mapping[str, type] = {
 """What every row has, and of which type; None where it is not known. Labels stand behind `seed`. Explained in docs/sweeps.md."""
 
 
+def with_added(row: Row) -> Row:
+    """The row with the columns that earlier sweeps do not have, where it lacks them."""
+    return {**row, **{name: value for name, value in ADDED.items() if name not in row}}
+
+
 def wrong_column(row: Row) -> str | None:
     """The first column that a row lacks, or has something else in than belongs there; None where all is well."""
     for name, kind in COLUMNS.items():
@@ -117,7 +136,7 @@ def wrong_column(row: Row) -> str | None:
     return None
 
 
-ADDED = {"gradient_precision": "fp32"}
+ADDED: Mapping[str, Any] = {"gradient_precision": "fp32", "jitter": 0.0, "in_step_s": None}
 """What stands in columns that tables of earlier sweeps do not have."""
 
 Row: TypeAlias = dict[str, Any]
@@ -136,6 +155,11 @@ def execute(run: Run) -> Finished:
     outcome = run_cell(run) if run.plan is None else _judge_given(run, run.plan)
     if outcome.stopped == "interrupted":
         raise KeyboardInterrupt
+    if run.jitter > 0:
+        try:
+            outcome = jittered(run.jitter, 1, outcome)
+        except Exception as error:
+            outcome = Outcome(run, None, error_text(error), remark=outcome.remark)
     return finished(run, outcome, time.perf_counter() - began)
 
 
@@ -162,12 +186,12 @@ def finished(run: Run, outcome: Outcome, wall_s: float) -> Finished:
     found: Row = {
         **row(outcome, plan_name(digest) if plan is not None else None),
         "run": digest,
-        "stack": run.cluster.stack.name,
-        "gpus": len(run.cluster.devices),
         "node_bytes_per_s": node_bytes_per_s(run.cluster),
         "gradient_precision": run.job.gradient_precision,
         "optimizer": run.job.optimizer,
-        "schedule": plan.schedule if plan is not None else None,
+        "jitter": run.jitter,
+        "in_step_s": outcome.in_step_s,
+        "schedule": plan.schedule if plan is not None else None,  # of a given plan that does not fit, too
         **{name: getattr(measures, name, None) for name in ("mfu", "mfu_used", "hfu", "dollars")},  # None, not 0, if not known
         "peak_bytes": max(outcome.cost.peak_bytes.values(), default=None) if outcome.cost is not None else None,
         "gpus_used": len(set(plan.devices)) if plan is not None else None,

@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.commands.options import default_sequence_length, errors_about
+import typer
+
+from experiments.commands.options import default_sequence_length, errors_about, fraction
 from experiments.comparison import error_text
-from experiments.judges import judge_named
+from experiments.judges import SIMULATE, judge_named
 from experiments.sweep import Label, Run, given
 from partition.search import DEFAULT_BUDGET_S, planner_named
 from sim.spec.cluster import BandwidthMatrix, Cluster, read_cluster
@@ -78,15 +80,16 @@ class _Grid:
         precisions, of_gradients = self._precisions("bf16"), self._gradient_precisions("fp32")
         planners = self._list("planners", _name(planner_named), "the name of a planner")
         budget_s = self.table.quantity("budget", "time", DEFAULT_BUDGET_S)
-        judges, seeds = self._judges_and_seeds()
+        drawn = self._judged()
         self.table.close()
-        for (cluster, labels), model, length, batch, precision, of_gradient, planner, judge, seed in itertools.product(
-            clusters, models, lengths, batches, precisions, of_gradients, planners, judges, seeds
+        for (cluster, labels), model, length, batch, precision, of_gradient, planner, (judge, jitter, seed) in itertools.product(
+            clusters, models, lengths, batches, precisions, of_gradients, planners, drawn
         ):
             tokens = default_sequence_length(model) if length is None else length
             with errors_about(self.path):
                 job = Job(model, tokens, batch, precision, gradient_precision=of_gradient)
-            yield Run(cluster, job, planner, judge, budget_s, seed, labels=labels)
+                run = Run(cluster, job, planner, judge, budget_s, seed, labels=labels, jitter=jitter)
+            yield run
 
     def of_plans(self) -> Iterator[Run]:
         """The judgements of given plans."""
@@ -99,17 +102,18 @@ class _Grid:
         precisions, of_gradients = self._precisions(None), self._gradient_precisions(None)
         schedules = self._list("schedules", _one_of("schedule", SCHEDULES), "a schedule", [None])
         divided = self._divisions()
-        judges, seeds = self._judges_and_seeds()
+        drawn = self._judged()
         self.table.close()
         # Those of one cluster and job follow one another, for a judge serves them all.
-        for (cluster, labels), length, precision, of_gradient, (name, plan), schedule, division, judge, seed in itertools.product(
-            clusters, lengths, precisions, of_gradients, plans, schedules, divided, judges, seeds
+        for (cluster, labels), length, precision, of_gradient, (name, plan), schedule, division, how in itertools.product(
+            clusters, lengths, precisions, of_gradients, plans, schedules, divided, drawn
         ):
+            judge, jitter, seed = how
             changes = {"sequence_length": length, "precision": precision, "schedule": schedule, "gradient_precision": of_gradient}
             with errors_about(self.path), errors_about(Path(name)):
                 changed = replace(plan, **{key: value for key, value in changes.items() if value is not None}, **division)
                 told = [(field, value) for field, value in division.items() if value is not None]
-                run = given(cluster, changed, judge, seed, (*labels, *told, ("plan_file", name)))
+                run = given(cluster, changed, judge, seed, (*labels, *told, ("plan_file", name)), jitter)
             yield run
 
     def _divisions(self) -> list[dict[str, Any]]:
@@ -174,9 +178,12 @@ class _Grid:
         convert = _one_of("gradient precision", GRADIENT_PRECISIONS)
         return self._list("gradient_precisions", convert, "a gradient precision", [default])
 
-    def _judges_and_seeds(self) -> tuple[list[str], list[int]]:
-        judges = self._list("judges", _name(judge_named), "the name of a judge", ["simulate"])
-        return judges, self._list("seeds", _whole(0, MOST_SEED), "a whole number from 0 to 2^63 - 1", [0])
+    def _judged(self) -> list[tuple[str, float, int]]:
+        """How plans are judged, in every combination: the judge, the jitter of the devices' speeds, and the seed."""
+        judges = self._list("judges", _name(judge_named), "the name of a judge", [SIMULATE])
+        jitters = self._list("jitters", _fraction, "per cent, such as 0.1%, or a number between 0 and 1", [0.0])
+        seeds = self._list("seeds", _whole(0, MOST_SEED), "a whole number from 0 to 2^63 - 1", [0])
+        return list(itertools.product(judges, jitters, seeds))
 
     def _list(
         self, key: str, convert: Callable[[object], Value], accepted: str, default: Sequence[Any] | None = None
@@ -238,6 +245,15 @@ def _whole(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
         return value
 
     return convert
+
+
+def _fraction(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    try:
+        return fraction(value)
+    except typer.BadParameter:
+        raise ValueError from None
 
 
 def _whole_experts(value: object) -> int | None:

@@ -325,8 +325,10 @@ def training_line(training: Training, devices: int) -> str:
 
 
 def spread_line(spread: Spread) -> str:
-    """The iterations of several runs, on one line."""
+    """The iterations on devices of different speeds, on one line."""
     times = spread.iteration_s
+    if len(times) == 1:
+        return f"on devices whose speeds differ by {100 * spread.jitter:g} %, drawn with the seed {spread.seed}"
     return (
         f"{len(times)} runs on devices whose speeds differ by {100 * spread.jitter:g} %: iteration {seconds(spread.median_s)} "
         f"(median), {seconds(min(times))} to {seconds(max(times))}, standard deviation "

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from experiments.exits import tell_error
+from experiments.judges import SIMULATE
 from partition.objective import OBJECTIVES, Objective
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.gpu import PRECISIONS
@@ -265,7 +266,7 @@ def read_clusters(paths: list[Path]) -> list[Cluster]:
 
 def check_jitter(judge: str, jitter: float, repeats: int | None) -> None:
     """Nothing. Raises InputError where the judge draws no speeds, or where all repeats would be the same."""
-    if jitter > 0 and judge != "simulate":
+    if jitter > 0 and judge != SIMULATE:
         raise InputError(f"--jitter needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
     if repeats is not None and repeats > 1 and jitter == 0:
         raise InputError(f"--repeats {repeats} needs --jitter: without it all runs are the same")

@@ -132,10 +132,10 @@ def simulate(
     spread = None
     with errors_about(plan):
         if judge == "simulate":
-            if repeats > 1:
+            if jitter > 0:
                 done, spread = repeated(what, where, seed, jitter, repeats, partial(count_progress, "runs"))
             else:
-                done = simulate_plan(what, where, seed=seed, jitter=jitter)
+                done = simulate_plan(what, where)
             measures = report(done, where, time.perf_counter() - began)
         else:
             compile_first(judge)

@@ -19,7 +19,7 @@ from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.journal import CSV, JOURNAL, PARQUET, PLANS, Head, Journal, tables_there, write_tables
 from experiments.output import Outputs, check_folder, outputs
 from experiments.progress import count_progress
-from experiments.sweep import COLUMNS, Row, Run, named, wrong_column
+from experiments.sweep import COLUMNS, Row, Run, named, with_added, wrong_column
 from experiments.sweep import sweep as run_sweep
 from experiments.sweep_files import read_sweep
 from experiments.tables import seconds
@@ -74,6 +74,7 @@ INPUTS = (
     "planner",
     "schedule",
     "judge",
+    "jitter",
     "seed",
 )
 """The columns whose values the table for people tells apart where they vary, besides the labels."""
@@ -125,7 +126,7 @@ def carry_out(
     check_folder("--out", out)
     check_folder("--out", out / PLANS)
     files = outputs({f"--out ({file})": out / file for file in (JOURNAL, PARQUET, CSV, *also)}, inputs)
-    with Journal(out, Head(name, tuple(runs)), wrong_column) as journal:
+    with Journal(out, Head(name, tuple(runs)), wrong_column, with_added) as journal:
         earlier = len(journal.rows)
         lost = [digest for digest, row in journal.rows.items() if row["plan"] is not None and not (out / row["plan"]).is_file()]
         for digest in lost:

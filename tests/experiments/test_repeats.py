@@ -128,7 +128,12 @@ def test_the_command_tells_the_spread(motley: Motley, world: World) -> None:
     assert written["iteration_s"] == spread.median_s == read_trace(file).iteration_s
     assert "5 runs on devices whose speeds differ by 20 %" in ran.err and "median" in ran.err
     once = motley("simulate", world.plan, "--cluster", world.cluster, "--jitter", 0.2, "--seed", 5, "--json", "-")
-    assert json.loads(once.out)["iteration_s"] == spread.iteration_s[0] and "repeats" not in json.loads(once.out)
+    alone = json.loads(once.out)  # one run on unequal devices is told from one on equal ones, too
+    assert alone["iteration_s"] == spread.iteration_s[0]
+    assert (alone["repeats"]["count"], alone["repeats"]["jitter"], alone["repeats"]["seed"]) == (1, 0.2, 5)
+    assert "on devices whose speeds differ by 20 %, drawn with the seed 5" in once.err
+    in_step = motley("simulate", world.plan, "--cluster", world.cluster, "--json", "-")
+    assert "repeats" not in json.loads(in_step.out) and "differ" not in in_step.err
 
 
 @pytest.mark.parametrize(

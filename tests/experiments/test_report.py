@@ -18,6 +18,7 @@ from experiments.diagrams import UNITS, alike, natural, plan_rows, timelines
 from experiments.findings import MEASURED, SIMULATED, Run, findings, simulate_missing
 from experiments.journal import Head
 from experiments.pages import Bar, Bars, Cell, Html, Look, Looks, Note, Section, Table, page, picture
+from experiments.repeats import repeated
 from experiments.report import (
     MOST_CHARACTERS,
     by_merit,
@@ -31,6 +32,7 @@ from experiments.report import (
     report_page,
     with_short_paths,
 )
+from sim.engine import simulate
 from sim.metrics import LinkLoad
 from sim.spec.cluster import Cluster
 from sim.spec.plan import Plan, parse_plan
@@ -160,6 +162,23 @@ def test_a_simulation_that_takes_another_time_than_the_row_says_is_not_shown(wor
     write_rows(world.folder / "results.csv", [told | {"iteration_s": traces()[0].iteration_s}])
     (run,) = findings([world.folder]).runs
     assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == traces()[0]
+
+
+def test_a_run_on_devices_of_different_speeds_is_simulated_on_the_same(motley: Motley, world: World) -> None:
+    plan, place = parse_plan(TINY_PLAN, "plan"), tiny()
+    told = row(0) | {"plan": "plan.json", "cluster": "tiny", "judge": "simulate", "jitter": 0.2, "seed": 3}
+    once, middle = simulate(plan, place, 3, 0.2), repeated(plan, place, 3, 0.2, 5)[0]
+    assert once != middle
+    for more, trace in (({}, once), ({"repeats": 5}, middle)):
+        write_rows(world.folder / "results.csv", [told | more | {"iteration_s": trace.iteration_s}])
+        (run,) = findings([world.folder]).runs
+        assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == trace
+    (world.folder / "results.csv").unlink()
+    report = world.folder / "report.json"
+    flags = ("--jitter", "20%", "--seed", 3, "--repeats", 5, "--json", report)
+    assert motley("simulate", world.plan, "--cluster", world.cluster, *flags).code == 0
+    (run,) = findings([world.folder]).runs
+    assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == middle
 
 
 def test_runs_that_cannot_be_simulated_for_one_reason_are_told_of_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

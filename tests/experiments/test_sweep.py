@@ -8,20 +8,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
+from experiments.comparison import _cluster_text, _said, cell_digest
 from experiments.journal import JOURNAL, Head, Journal
 from experiments.sweep import COLUMNS, Run, execute, given, named
 from experiments.sweep_files import read_sweep, with_bandwidth
+from sim.engine import simulate
 from sim.simulation import simulation
 from sim.spec.cluster import Cluster, read_cluster
 from sim.spec.judge import Cost
 from sim.spec.plan import Plan, read_plan
 from sim.spec.reading import InputError
+from sim.spec.version import VERSION
 from tests.experiments.conftest import ROOT, TINY_CLUSTER, Ran, World
 
 Motley = Callable[..., Ran]
@@ -207,6 +211,16 @@ def test_a_file_where_plans_go_and_no_folder_at_all_are_told_before_the_work(mot
             "clusters: [two.yaml]\nplans: [plan.json]\nbandwidths: [10 Gbit/s, x0.1, 10Gbit/s]\n",
             "bandwidths: '10 Gbit/s' and '10Gbit/s' make the same clusters",
         ),
+        (
+            "clusters: [tiny.yaml]\nplans: [plan.json]\njitters: [150%]\n",
+            "jitters: expected per cent, such as 0.1%, or a number between 0 and 1, but got '150%'",
+        ),
+        ("clusters: [tiny.yaml]\nplans: [plan.json]\njitters: [true]\n", "between 0 and 1, but got True"),
+        (
+            "clusters: [tiny.yaml]\nplans: [plan.json]\njitters: [0, 0.1%]\njudges: [estimate]\n",
+            "jitter 0.001 needs the judge simulate, but got estimate",
+        ),
+        ("clusters: [tiny.yaml]\nplans: [plan.json]\njitters: [0.1%, 0.001]\n", "are the same"),
         ("clusters: [tiny.yaml]\nplans: ['none-*.json']\n", "no file is like 'none-*.json'"),
         ("clusters: [nowhere.yaml]\nplans: [plan.json]\n", "nowhere.yaml: cannot be read"),
         (
@@ -260,6 +274,8 @@ def test_a_run_is_checked_when_it_is_made(world: World) -> None:
         given(cluster, plan, labels=(("mfu", 1),))
     with pytest.raises(InputError, match="unknown planner"):
         Run(cluster, plan.job(), "nobody")
+    with pytest.raises(InputError, match=r"jitter is a number between 0 and 1, but got -0\.1"):
+        given(cluster, plan, jitter=-0.1)
     with pytest.raises(InputError, match="its plan is for"):
         replace(given(cluster, plan), job=replace(plan.job(), global_batch=8))
     with pytest.raises(InputError, match="runs 1 and 3 of the sweep are the same"):
@@ -284,6 +300,50 @@ def test_the_row_of_a_given_plan_has_the_measures_of_its_judge(motley: Motley, w
     assert (row["model"], row["gpus"], row["gpus_used"], row["schedule"]) == ("toy", "2", "2", "1f1b")
     assert read_plan(out / row["plan"]) == plan
     assert list(row) == [*(names := list(COLUMNS))[: (at := names.index("seed") + 1)], "plan_file", *names[at:]]
+
+
+def test_with_jitter_a_run_costs_what_its_seed_draws_and_tells_the_iteration_in_step(motley: Motley, world: World) -> None:
+    out = world.folder / "out"
+    ran = motley("sweep", plans_sweep(world, "jitters: [0, 10%]\nseeds: [0, 1]\n"), "--out", out, "--processes", 1)
+    assert ran.code == 0, ran.err
+    rows = table(out)
+    cluster, plan = read_cluster(world.cluster), read_plan(world.plan)
+    assert [(row["jitter"], row["seed"]) for row in rows] == [("0.0", "0"), ("0.0", "1"), ("0.1", "0"), ("0.1", "1")]
+    in_step_s = verdict(cluster, plan).iteration_s
+    assert [float(row["iteration_s"]) for row in rows] == [
+        *[in_step_s] * 2,
+        *[simulate(plan, cluster, seed, 0.1).iteration_s for seed in (0, 1)],
+    ]
+    assert [row["in_step_s"] for row in rows] == ["", "", str(in_step_s), str(in_step_s)]
+    assert len({row["iteration_s"] for row in rows}) == 3 and "jitter" in ran.out
+
+
+def test_a_search_with_jitter_finds_its_plan_in_step(world: World) -> None:
+    plan = read_plan(world.plan)
+    search = Run(read_cluster(world.cluster), plan.job(), "uniform-grid", seed=3)
+    alone, apart = execute(search), execute(replace(search, jitter=0.1))
+    assert apart.plan == alone.plan and apart.row["in_step_s"] == alone.row["iteration_s"] != apart.row["iteration_s"]
+    assert apart.row["run"] != alone.row["run"]
+
+
+def test_a_run_without_jitter_has_the_name_that_it_had_before_there_was_any(world: World) -> None:
+    run = given(read_cluster(world.cluster), read_plan(world.plan))
+    assert cell_digest(run) == cell_digest(replace(run, jitter=0.0)) != cell_digest(replace(run, jitter=0.001))
+    with_it = [part.name for part in fields(run) if part.name not in ("cluster", "objective", "jitter")]
+    told = _said(" ".join(repr(getattr(run, name)) for name in with_it))
+    assert cell_digest(run) == sha256(f"{VERSION} {_cluster_text(run.cluster)} {told}".encode()).hexdigest()[:16]
+
+
+def test_a_journal_of_before_there_was_jitter_is_gone_on_with(motley: Motley, world: World) -> None:
+    out, path = world.folder / "out", plans_sweep(world)
+    assert motley("sweep", path, "--out", out, "--processes", 1).code == 0
+    head, *rows = journal_lines(out)
+    for row in rows:
+        assert row.pop("jitter") == 0 and row.pop("in_step_s") is None
+    (out / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in [head, *rows[:2]]))
+    ran = motley("sweep", path, "--out", out, "--processes", 1)
+    assert ran.code == 0 and "2 of 3 runs were finished before" in ran.out, ran.err
+    assert [(row["seed"], row["jitter"], row["in_step_s"]) for row in table(out)] == [(str(i), "0.0", "") for i in range(3)]
 
 
 def test_parquet_and_csv_have_the_same_rows_and_the_columns_their_types(motley: Motley, world: World) -> None:
