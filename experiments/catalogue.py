@@ -81,7 +81,8 @@ def _model_rows() -> list[Row]:
 
 
 def _model_cells() -> Cells:
-    head = ("model", "parameters B", "layers", "hidden", "MLP", "heads", "kv heads", "vocabulary", "tokens", "experts")
+    # Short words, so that 80 columns hold all names and figures.
+    head = ("model", "size B", "layers", "hidden", "MLP", "heads", "kv heads", "vocab", "tokens", "experts")
     return [head, *(_model_line(model) for model in presets().values())]
 
 
@@ -93,7 +94,7 @@ def _model_line(model: Transformer) -> tuple[str, ...]:
         f"{billions:,.0f}" if (billions := total_parameters(model) / 1e9) >= 100 else f"{billions:.3g}",
         *(f"{size:,}" for size in sizes),
         f"{model.max_positions:,}" if model.max_positions else "-",
-        "-" if moe is None else f"{moe.top_k} of {moe.experts}",
+        "-" if moe is None else f"{moe.top_k}/{moe.experts}",
     )
 
 
@@ -120,8 +121,9 @@ SORTS: Mapping[str, Sort] = {
     ),
     "models": Sort(
         "Models",
-        "`--model` takes these names, a Hugging Face `config.json`, or a folder that holds one. Where there are experts, the\n"
-        "MLP's width is that of one. Sources: `sim/spec/presets.yaml`.",
+        "`--model` takes these names, a Hugging Face `config.json`, or a folder that holds one. Sizes\n"
+        "are in billions of parameters. Experts: so many of so many are active, and the MLP's width is that of one.\n"
+        "Sources: `sim/spec/presets.yaml`.",
         _model_rows,
         _model_cells,
     ),

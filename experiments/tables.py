@@ -807,6 +807,10 @@ def cells_table(title: str, cells: Cells) -> Group:
     return Group(Text(title, style="bold"), FittedTable([heading.replace(" ", "\n") for heading in cells[0]], cells[1:], figures))
 
 
+WHOLE = 20
+"""Letters of a name or word of a fitted table that is not folded where there is room."""
+
+
 @dataclass(frozen=True)
 class FittedTable:
     """Cells in columns that suit the width of the console: no figure is folded, and no short word, where there is room."""
@@ -828,7 +832,7 @@ class FittedTable:
                 for own, figure in zip(lines, self.figures, strict=True)
             ]
 
-        choices = ((apart, least(folded)) for folded in range(FOLDED, 0, -1) for apart in (2, 1))
+        choices = ((apart, least(folded)) for folded in range(WHOLE, 0, -1) for apart in (2, 1))
         fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= options.max_width)
         apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, figures are folded, too: nothing is cut off
         table = _table(apart)

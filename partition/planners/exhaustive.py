@@ -80,7 +80,10 @@ Share: TypeAlias = tuple[int, int]
 
 @register("exhaustive", estimates=True)
 def exhaustive(search: Search) -> None:
-    """Has the ten fastest plans of the whole space judged, by estimate. Raises InputError where the space is too large."""
+    """Has the ten fastest plans of the whole space judged, by estimate; refuses those that are too large.
+
+    Raises InputError there.
+    """
     nodes = usable_nodes(search)
     if not nodes:
         return

@@ -48,9 +48,17 @@ def test_the_figures_are_in_the_units_of_their_heads(motley: Motley) -> None:
     assert kinds["H100-80GB-SXM"] == ("79.6", "66.9", "989.4", "1,979", "3,350", "450", "700", "2.99")
     assert kinds["A800-80GB-PCIe"] == ("80.0", "19.5", "312", "-", "1,935", "-", "300", "-")
     models = {line[0]: line[1:] for line in SORTS["models"].cells()}
-    assert models["qwen3-30b-a3b"] == ("30.5", "48", "2,048", "768", "32", "4", "151,936", "40,960", "8 of 128")
+    assert models["qwen3-30b-a3b"] == ("30.5", "48", "2,048", "768", "32", "4", "151,936", "40,960", "8/128")
     ran = motley("list", "gpus")
     assert ran.code == 0 and all(kind in ran.out for kind in catalogue())
+
+
+@pytest.mark.parametrize("what", ["gpus", "models"])
+def test_eighty_columns_hold_every_name_and_figure_whole(monkeypatch: pytest.MonkeyPatch, motley: Motley, what: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, *lines = sort_named(what).cells()
+    told = [line.split() for line in motley("list", what).out.splitlines()]
+    assert all(list(line) in told for line in lines)
 
 
 def test_the_file_has_all_figures(motley: Motley, world: World) -> None:
