@@ -201,6 +201,10 @@ class _Row:
         fabric = not denied and any(word in link for word in _FABRICS)
         unknown = not (denied or fabric or "pci" in link)
         generation = _PCIE_GENERATION.search(link)
+        for kind, count in self.gpus:
+            if count > per_node and count % per_node:
+                rest = f"{count % per_node} of the {count} {kind.name}"
+                self._note(f"{rest} on a node of their own, for {per_node} are on each other")
         groups = []
         for kind, count in self.gpus:
             intra = dict(assumption.intra_of).get(kind.name)

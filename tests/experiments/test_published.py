@@ -528,6 +528,13 @@ def test_what_is_taken_for_the_links_of_a_node_is_told(gpu: str, text: str | Non
     assert [line for line in assumed if "between the GPUs" in line] == ([] if told is None else [told.format(gpu)])
 
 
+def test_a_last_node_with_fewer_gpus_is_told() -> None:
+    told = "2 of the 16 A100-80GB-SXM on a node of their own, for 7 are on each other"
+    found = made(replace(SMALL, gpus_per_node=7))
+    assert told in found.assumed and [node.gpus for node in found.cluster.nodes] == [7, 7, 2]
+    assert not any("of their own" in line for per in (4, 16, 32) for line in made(replace(SMALL, gpus_per_node=per)).assumed)
+
+
 def test_copies_that_are_not_published_follow_from_the_gpus() -> None:
     found = made(replace(SMALL, dp=None))
     assert len(found.plan.pipelines) == 2 and "dp 2" in found.assumed
