@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from experiments import baselines
 from experiments.tables import Cells, cells_markdown
 from partition.search import PLANNERS
 from sim.spec.counts import active_parameters, total_parameters
@@ -99,8 +100,9 @@ def _model_line(model: Transformer) -> tuple[str, ...]:
 
 
 def _planner_rows() -> list[Row]:
-    # Not the baselines of comparisons, which only these know.
-    own = {name: planner for name, planner in sorted(PLANNERS.items()) if planner.__module__.startswith("partition.")}
+    # Not those that a program which imports this has registered.
+    here = ("partition.", baselines.__name__)
+    own = {name: planner for name, planner in sorted(PLANNERS.items()) if planner.__module__.startswith(here)}
     return [{"name": name, "about": (planner.__doc__ or "").strip().split("\n")[0]} for name, planner in own.items()]
 
 

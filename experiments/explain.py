@@ -347,7 +347,10 @@ def _other_schedules(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     for name, schedule in SCHEDULES.items():
         takes = ranges == {schedule.ranges} or (schedule.ranges is None and ranges != {1})
         if name != plan.schedule and takes:
-            yield Change(SCHEDULE, f"schedule {name} (is {plan.schedule})", plan.under(name), cluster)
+            changed = plan.under(name)
+            whole = ", whole sequences" if changed.sequence_slices < plan.sequence_slices else ""
+            held = ", as many in flight as it says" if plan.holds_its_own and not changed.holds_its_own else ""
+            yield Change(SCHEDULE, f"schedule {name} (is {plan.schedule}){whole}{held}", changed, cluster)
 
 
 def _more_in_flight(plan: Plan, cluster: Cluster) -> Iterator[Change]:

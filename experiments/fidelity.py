@@ -192,7 +192,7 @@ def _comparison(run: Run, quantity: str | None) -> Comparison:
         predicted=None,
         measured=None if quantity is None else _measured(run, quantity),
         table=run.table_or_fig or "",
-        schedule=" ".join(str(part) for part in (run.schedule, run.vpp) if part is not None),
+        schedule=" ".join(str(part) for part in (run.schedule, run.vpp) if part is not None and run.pp != 1),
         parallelisation=(run.tp, run.pp, run.cp, run.ep, run.zero_stage_or_fsdp, run.plan_json),
         setting=(
             *(run.cluster, run.gpu_type, run.num_gpus, run.gpus_per_node, run.inter_node_GBps_per_node),

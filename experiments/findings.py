@@ -66,6 +66,12 @@ OF_SEARCH: Mapping[str, str] = {
 }
 """What a report tells of a search, and the columns of a row that say the same."""
 
+OF_SPREAD: Mapping[str, str] = {
+    **{key: key for key in ("jitter", "seed", "least_s", "most_s")},
+    "count": "repeats",
+}
+"""What a report tells of iterations on devices whose speeds differ, and the columns of a row that say the same."""
+
 SIMULATED, MEASURED = "simulated", "measured"
 
 
@@ -132,7 +138,8 @@ def findings(paths: Sequence[Path], clusters: Sequence[Cluster] = ()) -> Finding
     In a folder, files that are nothing of Motley's are passed over; one that is named must be something. Raises InputError for
     those, for damaged files and for results of another version, and where there is nothing at all.
     """
-    found = _Reader({cluster.name: cluster for cluster in clusters}, frozenset(cluster.name for cluster in clusters))
+    given = {cluster.name: cluster for cluster in clusters}
+    found = _Reader(given, frozenset(given), frozenset(paths))
     for path in paths:
         if not path.exists():
             raise InputError(f"{path}: does not exist; expected a folder or file with {EXPECTED}")
@@ -158,7 +165,7 @@ def simulate_missing(runs: Iterable[Run], most: int, done: Callable[[], object] 
     A simulation that does not take as long as the run's row or report says is of another cluster, and left out. Peaks of memory,
     which take no simulation, are computed for all runs that have none. `done` is called after each run.
     """
-    remarks, refused = [], dict[str, list[str]]()
+    others_s, refused = dict[tuple[str, str], list[tuple[float, float]]](), dict[str, list[str]]()
     for i, run in enumerate(runs):
         if run.plan is not None and run.cluster is not None:
             try:
@@ -166,31 +173,38 @@ def simulate_missing(runs: Iterable[Run], most: int, done: Callable[[], object] 
                     run.row["infeasible"] = reason.message
                 if not run.peaks:
                     run.peaks[SIMULATED] = peak_bytes(run.plan, run.cluster)
-                if i < most and SIMULATED not in run.traces and run.outcome in ("ok", "not judged"):
-                    remarks += _simulate(run, run.plan, run.cluster)
+                missing = i < most and SIMULATED not in run.traces and run.outcome in ("ok", "not judged")
+                if missing and (other_s := _simulate(run, run.plan, run.cluster)) is not None:
+                    others_s.setdefault((run.name, run.cluster.name), []).append(other_s)
             except InputError as error:
                 refused.setdefault(str(error), []).append(run.name)
         if done is not None:
             done()
+    remarks = []
+    for (name, cluster), apart in others_s.items():
+        (simulated_s, told_s), count = apart[0], len(apart)
+        whose = "its timeline is not told" if count == 1 else f"the timelines of {count} runs are not told"
+        which = "iteration takes" if count == 1 else "iterations take other times: the first one"
+        remarks.append(
+            f"{name}: {whose}, because on the cluster {cluster!r} that is known here the simulated {which} {simulated_s:.4g} s, "
+            f"and not {told_s:.4g} s"
+        )
     for why, names in refused.items():
         others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
         remarks.append(f"{names[0]}{others} not simulated: {why}")
-    return list(dict.fromkeys(remarks))
+    return remarks
 
 
-def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
-    """Nothing, or why the run has no simulated trace; gives it one."""
+def _simulate(run: Run, plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
+    """None, and the run has a simulated trace; or the seconds of the iteration here and as they are told, which differ."""
     measured = MEASURED in run.traces or bool(run.told.get("losses"))
     told_s = run.simulated.get("iteration_s") if measured else run.row.get("iteration_s")
     exact = bool(run.simulated) or (not measured and run.row.get("judge", "simulate") == "simulate" and not run.told)
     where = _as_it_ran(run, plan, cluster) if measured else cluster
-    jitter, seed, repeats = (0.0, 0, 1) if measured else _drawn(run)
+    jitter, seed, repeats = (0.0, 0, 1) if measured else drawn(run)
     trace = repeated(plan, where, seed, jitter, repeats)[0] if jitter > 0 else simulate(plan, where)
     if exact and told_s is not None and not math.isclose(trace.iteration_s, told_s, rel_tol=1e-6):
-        return [
-            f"{run.name}: its timeline is not told, because on the cluster {cluster.name!r} that is known here the simulated "
-            f"iteration takes {trace.iteration_s:.4g} s, and not {told_s:.4g} s"
-        ]
+        return trace.iteration_s, told_s
     run.traces[SIMULATED], run.simulated_here = trace, True
     if not measured:
         _fill(run, report(trace, where))
@@ -199,14 +213,12 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> list[str]:
         on_cpus = paced or bool(run.told.get("peak_measured")) or is_cpu(where.device(plan.devices[0]).gpu)
         run.peaks.setdefault(SIMULATED, allocated_bytes(plan, "cpu" if on_cpus else "cuda"))  # what a run can measure
         run.links = run.links or report(trace, where).links
-    return []
+    return None
 
 
-def _drawn(run: Run) -> tuple[float, int, int]:
-    """How far the speeds of its devices differ, the seed they were drawn with, and how often, as its report or row tells."""
-    spread = run.told.get("repeats")
-    told = spread if isinstance(spread, dict) else {**run.row, "count": run.row.get("repeats")}
-    jitter, seed, count = (told.get(name) for name in ("jitter", "seed", "count"))
+def drawn(run: Run) -> tuple[float, int, int]:
+    """How far the speeds of its devices differ, the seed they were drawn with, and how often, as its row tells."""
+    jitter, seed, count = (run.row.get(name) for name in ("jitter", "seed", "repeats"))
     if not isinstance(jitter, int | float) or not 0 < jitter <= 1:
         return 0.0, 0, 1
     return jitter, seed if isinstance(seed, int) else 0, count if isinstance(count, int) else 1
@@ -244,6 +256,8 @@ class _Reader:
     clusters: dict[str, Cluster]
     given: frozenset[str]
     """Names of clusters that the caller has given."""
+    named: frozenset[Path] = frozenset()
+    """The files and folders that the caller has named."""
     rows: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
     plans: dict[Path, Plan] = field(default_factory=dict)
     traces: list[tuple[Path, Trace]] = field(default_factory=list)
@@ -260,7 +274,7 @@ class _Reader:
             return self._take_rows(path, _csv_rows(path))
         if ending == ".parquet":
             # A sweep writes the same rows twice, and the text is read by everybody.
-            return path.with_suffix(".csv").exists() or self._take_rows(path, _parquet_rows(path))
+            return self._stands_in(path, path.with_suffix(".csv").name) or self._take_rows(path, _parquet_rows(path))
         if ending == ".json":
             return self._take_json(path)
         if ending == ".jsonl":
@@ -282,14 +296,19 @@ class _Reader:
             self.rows.append((path, row))
         return True
 
+    def _stands_in(self, path: Path, *others: str) -> bool:
+        """Whether one of other files beside this one is read in its place: not where this one is named, and that is not."""
+        there = [path.with_name(name) for name in others if path.with_name(name).exists()]
+        return any(path not in self.named or other in self.named for other in there)
+
     def _take_journal(self, path: Path) -> bool:
         """Takes the rows of a sweep that is not finished; of one that is, they stand in its tables too."""
         lines = read_text(path).split("\n")
         if path.name != JOURNAL or not lines[0].startswith('{"format": "motley-sweep/'):
             return False
-        if any((path.parent / name).exists() for name in (CSV, PARQUET)):
+        if self._stands_in(path, CSV, PARQUET):
             return True
-        rows = [parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines[1:-1], 2)]
+        rows = [parse_json(line, str(path), number) for number, line in enumerate(lines[1:-1], 2)]
         return self._take_rows(path, [row for row in rows if isinstance(row, dict)])
 
     def _take_json(self, path: Path) -> bool:
@@ -392,6 +411,8 @@ class _Reader:
             run.row |= {key: told[key] for key in MEASURES if told.get(key) is not None}
             if isinstance(search := told.get("search"), dict):
                 run.row |= {column: search[key] for key, column in OF_SEARCH.items() if search.get(key) is not None}
+            if isinstance(spread := told.get("repeats"), dict):
+                run.row |= {column: spread[key] for key, column in OF_SPREAD.items() if spread.get(key) is not None}
             reason = told["infeasible"]
             run.row["infeasible"] = reason.get("message") if isinstance(reason, dict) else reason
             if told.get("cluster") is not None:

@@ -123,7 +123,7 @@ class Journal:
             )
         known = set(self.head.runs)
         for number, line in enumerate(lines[1:], 2):
-            row = parse_json(line, f"{path}, line {number}")
+            row = parse_json(line, str(path), number)
             if not isinstance(row, dict) or row.get("run") not in known:
                 raise InputError(f"{path}, line {number}: expected the row of a run of this sweep, but got {line[:60]!r}")
             row = self._whole(row)

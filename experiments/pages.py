@@ -116,8 +116,13 @@ class Bar:
         return share(self.fraction)
 
     @property
+    def hides_behind(self) -> bool:
+        """Whether the paler one, which is shorter, has to be drawn as a mark."""
+        return self.behind is not None and self.behind < self.fraction
+
+    @property
     def behind_width(self) -> str | None:
-        """The length of the paler one."""
+        """The length of the paler one, in per cent of the track."""
         return None if self.behind is None else share(self.behind)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.agreement import TIME
 from experiments.diagrams import alike, plan_rows, timelines
-from experiments.findings import MEASURED, SIMULATED, Findings, Run
+from experiments.findings import MEASURED, SIMULATED, Findings, Run, drawn
 from experiments.pages import (
     Bar,
     Bars,
@@ -292,7 +292,8 @@ def _told(key: str, value: Any) -> str:
     if value is None or value == "":
         return ""
     text = _cell(key, value).text
-    return text if isinstance(value, str) else f"{_column(key).heading.split(',')[0]} {text}"
+    what, _, unit = _column(key).heading.partition(", ")
+    return text if isinstance(value, str) else f"{what} {text} {unit}".rstrip()
 
 
 def run_parts(runs: Sequence[Run]) -> list[Part]:
@@ -477,12 +478,18 @@ def _sides(run: Run) -> list[tuple[str, Trace]]:
 
 
 def _trace_title(run: Run, side: str, trace: Trace) -> str:
-    """Whether the iteration is a measured one, and how long it took."""
-    title = f"{trace.origin}: {seconds(trace.iteration_s)}"
-    other_s = run.traces[MEASURED].iteration_s if side == SIMULATED and MEASURED in run.traces else run.row.get("iteration_s")
+    """Whether the iteration is a measured one, and how long it took; where the run's report is known, beside the median step."""
+    title, told_s = f"{trace.origin}: {seconds(trace.iteration_s)}", run.row.get("iteration_s")
+    measured_s = run.traces[MEASURED].iteration_s if MEASURED in run.traces else None
+    all_steps = bool(run.told.get("losses")) and told_s is not None and told_s != measured_s
+    if side == MEASURED and all_steps:
+        title += f" from the first lane's start to the last one's end; a step takes {seconds(told_s)} (median)"
+    other_s = told_s if measured_s is None or all_steps else measured_s
     if side == SIMULATED and other_s and abs(trace.iteration_s / other_s - 1) > 1e-6:
-        of = "the measured one" if MEASURED in run.traces else "what its row says"
+        of = "the median step" if all_steps else "the measured one" if measured_s is not None else "what its row says"
         title += f" ({(trace.iteration_s / other_s - 1) * 100:+.1f} % of {of})"
+    if side == SIMULATED and (jitter := drawn(run)[0]) > 0:
+        title += f", on devices whose speeds differ by {100 * jitter:g} %"
     return title + (", simulated for this page" if side == SIMULATED and run.simulated_here else "")
 
 
@@ -521,7 +528,9 @@ def memory_bars(run: Run) -> Bars:
         label = short_devices(tuple(group)) + kind + (" (each)" if len(group) > 1 else "")
         bars.append(Bar(label, filled, text, behind=None if not other else other.get(first, 0) / whole, tone=tone))
     legend = [("plain", f"{side} peak")] if other else []
-    legend += [("behind", "simulated peak")] if other else []
+    hidden = {bar.hides_behind for bar in bars} if other else set()
+    legend += [("behind", "simulated peak")] if False in hidden else []
+    legend += [("mark", "simulated peak" + (", where it is less" if False in hidden else ""))] if True in hidden else []
     legend += [
         (tone, words)
         for tone, words in (("full", f"more than {NEARLY_FULL * 100:.0f} % full"), ("over", "more than there is"))

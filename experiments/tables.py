@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -52,7 +53,7 @@ def _longest_word(texts: Iterable[str]) -> int:
     return max((len(word) for text in texts for word in text.split()), default=0)
 
 
-def _titled(title: str, table: Table) -> Group:
+def _titled(title: str, table: Table | _Folded) -> Group:
     """The table below its title, which may be as wide as the console, and not only as the table."""
     return Group(Text(title, style="bold"), table)
 
@@ -167,6 +168,28 @@ FOLDED = 14
 """A column of a plan is not folded to fewer letters a line, unless its words are all shorter."""
 
 
+@dataclass(frozen=True)
+class _Folded:
+    """The table that is folded least of those that the console has room for, which `made` gives: for so many letters to which
+    words may be folded, and spaces between columns."""
+
+    made: Callable[[int, int], Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """The table for so many columns; where none fits, the narrowest."""
+        for folded in range(FOLDED, 0, -1):
+            for apart in (2, 1):
+                table = self.made(folded, apart)
+                if Measurement.get(console, options.update(max_width=MOST_WIDTH), table).minimum <= options.max_width:
+                    yield table
+                    return
+        yield table
+
+
+MOST_WIDTH = 10_000
+"""A console that has room for every table."""
+
+
 def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None = None, headroom: bool = False) -> Group:
     """One row per lane: its devices, their kinds and number, layers, recompute, and the fullest device's peak and capacity.
 
@@ -176,7 +199,16 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
     more than MOST_LANES lanes, pipelines that differ only in their devices' names are shown once. Raises InputError for
     devices the cluster has not.
     """
-    table = _table()
+    for name in plan.devices:
+        cluster.device(name)
+    return _titled(plan_title(plan), _Folded(lambda *room: _plan_table(plan, cluster, peak_bytes, headroom, *room)))
+
+
+def _plan_table(
+    plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | None, headroom: bool, least: int, apart: int
+) -> Table:
+    """The table whose columns are not folded to fewer than `least` letters, unless their words are all shorter."""
+    table = _table(apart)
     for heading in ("lane", "micro-\nbatches"):
         table.add_column(heading, no_wrap=True)
     replicas = [(stage, replica) for pipeline in plan.pipelines for stage in pipeline.stages for replica in stage.replicas]
@@ -188,8 +220,8 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
         "recom-\npute": [_recompute(stage) for stage, _ in replicas],
     }
     for heading, cells in folded.items():
-        table.add_column(heading, overflow="fold", min_width=min(_longest_word((*cells, heading)), FOLDED))
-    if _says_in_flight(plan):
+        table.add_column(heading, overflow="fold", min_width=min(_longest_word((*cells, heading)), least))
+    if plan.holds_its_own:
         heading = "in\nflight" if plan.sequence_slices == 1 else "slices\nin flight"
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("peak GiB\nof memory", justify="right", no_wrap=True)
@@ -201,7 +233,7 @@ def plan_table(plan: Plan, cluster: Cluster, peak_bytes: Mapping[str, int] | Non
         groups.setdefault(_form(pipeline, cluster) if lanes > MOST_LANES else p, []).append(p)
     for members in groups.values():
         _add_pipeline(table, plan, cluster, members, peak_bytes, headroom)
-    return _titled(plan_title(plan), table)
+    return table
 
 
 def _form(pipeline: Pipeline, cluster: Cluster) -> object:
@@ -235,17 +267,12 @@ def _add_pipeline(
                 _kinds(replica.devices, cluster) + share,
                 _layers(stage),
                 _recompute(stage),
-                *([_held(plan, pipeline, place[s])] if _says_in_flight(plan) else ()),
+                *([_held(plan, pipeline, place[s])] if plan.holds_its_own else ()),
                 *_memory([name for devices in others for name in devices], cluster, peak_bytes, headroom),
             )
             batches = ""
     if len(pipeline.stages) > 1:
         table.add_section()
-
-
-def _says_in_flight(plan: Plan) -> bool:
-    """Whether stages say how many micro-batches they hold."""
-    return any(stage.in_flight is not None for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def _held(plan: Plan, pipeline: Pipeline, position: int) -> str:
@@ -693,7 +720,7 @@ def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[st
         "compared",
         *_ERRORS,
         "tau",
-        "memory compared",
+        "memory runs",
         "memory mean %",
         "memory median %",
     )
@@ -703,9 +730,14 @@ def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[st
     return [tuple([cell for i, cell in enumerate(row) if i not in bare]) for row in (headings, *rows)]
 
 
+def _in_words(quantity: str) -> str:
+    """The name of a quantity in words, between which lines may break."""
+    return quantity.replace("_", " ")
+
+
 def _source_rows(source: str, told: Mapping[str, Any]) -> list[tuple[str, ...]]:
     quantity = told["quantity"]
-    name = source if quantity in (TIME, MEMORY, None) else f"{source} ({quantity})"
+    name = source if quantity in (TIME, MEMORY, None) else f"{source} ({_in_words(quantity)})"
     # Memory stands in its own columns, where it is all that there is, too.
     errors = {} if quantity == MEMORY else told
     memory = told["quantities"].get(MEMORY, {})
@@ -721,7 +753,8 @@ def _source_rows(source: str, told: Mapping[str, Any]) -> list[tuple[str, ...]]:
         _points(memory.get("median_absolute_relative_error")),
     )
     others = [(other, found) for other, found in told["quantities"].items() if other not in (quantity, MEMORY)]
-    return [first, *((f"{source} ({q})", "", "", str(found["count"]), *_errors(found), "", "", "", "") for q, found in others)]
+    rates = ((f"{source} ({_in_words(q)})", "", "", str(found["count"]), *_errors(found), "", "", "", "") for q, found in others)
+    return [first, *rates]
 
 
 def _errors(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -793,7 +826,7 @@ def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS)
             ids.setdefault(comparison.note, []).append(comparison.id)
     found = sorted(ids.items(), key=lambda entry: -len(entry[1]))
     rows = [(str(len(own)), reason, ", ".join(own[:NAMED]) + (", ..." if len(own) > NAMED else "")) for reason, own in found]
-    if len(found) > reasons:
+    if len(found) > reasons + 1:
         count = sum(len(own) for _, own in found[reasons:])
         rows = [*rows[:reasons], (str(count), f"{len(found) - reasons} other reasons", "")]
     return [("runs", "not modelled, because", "which"), *rows]
@@ -807,7 +840,7 @@ def cells_table(title: str, cells: Cells) -> Group:
     return Group(Text(title, style="bold"), FittedTable([heading.replace(" ", "\n") for heading in cells[0]], cells[1:], figures))
 
 
-WHOLE = 20
+UNFOLDED = 20
 """Letters of a name or word of a fitted table that is not folded where there is room."""
 
 
@@ -832,7 +865,7 @@ class FittedTable:
                 for own, figure in zip(lines, self.figures, strict=True)
             ]
 
-        choices = ((apart, least(folded)) for folded in range(WHOLE, 0, -1) for apart in (2, 1))
+        choices = ((apart, least(folded)) for folded in range(UNFOLDED, 0, -1) for apart in (2, 1))
         fitting = ((apart, widths) for apart, widths in choices if sum(widths) + apart * (len(columns) - 1) <= options.max_width)
         apart, widths = next(fitting, (1, [0] * len(columns)))  # where none fits, figures are folded, too: nothing is cut off
         table = _table(apart)

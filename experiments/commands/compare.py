@@ -203,10 +203,11 @@ def compare(
         searched, interrupted = run_comparison(cells, processes, progress, keep)
     published = [judge_peer(peer, place, judge, chosen[0], aim.name) for place in places for peer in peers_on(place, job)]
     outcomes = [*searched, *(outcome for outcome in published if outcome.cell.cluster in {o.cell.cluster for o in searched})]
-    if jitter > 0 and not interrupted:
-        repeats = repeats or REPEATS
-        with count_progress(f"{len(outcomes)} plans, {repeats} times each", len(outcomes)) as progress:
-            outcomes, interrupted = with_jitter(outcomes, jitter, repeats, processes, progress)
+    if jitter > 0:
+        if not interrupted:
+            repeats = repeats or REPEATS
+            with count_progress(f"{len(outcomes)} plans, {repeats} times each", len(outcomes)) as progress:
+                outcomes, interrupted = with_jitter(outcomes, jitter, repeats, processes, progress)
         if interrupted:  # plans in step and out of it are not to be ranked together
             tell_error("interrupted: nothing was written" + (f"; the searches are kept in {keep}" if keep is not None else ""))
             raise typer.Exit(INTERRUPTED)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -110,8 +111,8 @@ def loop(
     """Plan, run the best plans, calibrate, plan again.
 
     Ends when the plans of a round that calibrated constants have chosen
-    come in the order that was predicted (those within 2 % may come in any),
-    or after --rounds. Prints a table for each round; DIR has every plan,
+    come in the order that was predicted (those within 2 %, or predicted to
+    take the same, may come in any), or after --rounds. Prints a table for each round; DIR has every plan,
     trace and calibrated cluster, and at the end plan.json, the fastest that
     ran. See docs/calibrate.md.
 
@@ -161,7 +162,7 @@ def loop(
             trace = read_trace(trace_file)
             ran.append(_Ran(one, simulate(one, current).iteration_s, period_s(trace)))
         fastest = min([*ran, *([fastest] if fastest is not None else [])], key=lambda one: one.measured_s)
-        tau, pairs = agreement(ran)
+        tau, pairs, wrong = agreement(ran)
         screen.print(_table(number, ran))
         told = "no two differ by more" if tau is None else f"Kendall's tau {tau:.2f} over {pairs} pairs that differ by more"
         screen.print(f"round {number}: {told} than {per_cent(SAME, 0)}", soft_wrap=True, markup=False)
@@ -172,8 +173,8 @@ def loop(
             told = f"nothing is calibrated: of the {NEEDED_PLANS} plans that it takes {found} have run"
             screen.print(told, soft_wrap=True, markup=False)
         screen.print()
-        if tau in (None, 1.0) and informed:
-            screen.print("the order is as predicted")
+        if not wrong and informed:
+            screen.print("the order is as predicted" if tau in (None, 1.0) else "no order that was predicted is wrong")
             break
     assert fastest is not None
     screen.print(
@@ -200,14 +201,16 @@ def _short(plan: Plan) -> str:
     return plan_digest(plan).removeprefix("sha256:")[:16]
 
 
-def agreement(ran: Sequence[_Ran]) -> tuple[float | None, int]:
-    """Kendall's tau of predicted and measured times over the pairs measured to differ by more than SAME; None without any."""
+def agreement(ran: Sequence[_Ran]) -> tuple[float | None, int, int]:
+    """Kendall's tau of predicted and measured times over the pairs measured to differ by more than SAME, None without any; how
+    many pairs these are; and how many of them are in the wrong order, as one that is predicted to take the same is not."""
     signs = []
     for i, one in enumerate(ran):
         for other in ran[:i]:
-            if abs(one.measured_s - other.measured_s) > SAME * min(one.measured_s, other.measured_s):
-                signs.append(1.0 if (one.measured_s > other.measured_s) == (one.predicted_s > other.predicted_s) else -1.0)
-    return (sum(signs) / len(signs), len(signs)) if signs else (None, 0)
+            measured_s, predicted_s = one.measured_s - other.measured_s, one.predicted_s - other.predicted_s
+            if abs(measured_s) > SAME * min(one.measured_s, other.measured_s):
+                signs.append(np.sign(measured_s) * np.sign(predicted_s))
+    return (float(np.mean(signs)) if signs else None), len(signs), signs.count(-1.0)
 
 
 def _check_same(out: Path, cluster: Cluster, job: Job, settings: object, devices: str, truth: Cluster) -> None:

@@ -176,13 +176,18 @@ def _show(rows: Sequence[Row], files: Outputs) -> None:
             _add(
                 table,
                 "" if value != values[0] else name,
-                "-" if value is None else str(value),
+                _shown(name, value),
                 [row for row in rows if row.get(name) == value],
             )
     files.console.print(Group(Text(f"{len(rows):,} runs; of those with a plan, medians", style="bold"), table))
     files.console.print()
     if failed:
         tell_error(f"warning: {len(failed):,} of {len(rows):,} runs failed, the first with: {failed[0]['error']}")
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value of a column as people read it."""
+    return "-" if value is None else f"{100 * value:g} %" if name == "jitter" else str(value)
 
 
 def _varying(rows: Sequence[Row]) -> Mapping[str, Sequence[Any]]:

@@ -240,10 +240,16 @@ class Plan:
         """The text of its file: every field but those at their defaults, one stage a line."""
         return _written(self)
 
+    @property
+    def holds_its_own(self) -> bool:
+        """Whether stages say how many micro-batches they hold."""
+        return any(stage.in_flight is not None for pipeline in self.pipelines for stage in pipeline.stages)
+
     def under(self, schedule: str) -> Plan:
-        """The plan under a schedule, by which its stages hold what that says; without slices where it takes none."""
+        """The plan under a schedule; without slices, and numbers of micro-batches in flight, where it takes none."""
         slices = self.sequence_slices if schedule in SLICED_SCHEDULES else 1
-        pipelines = tuple([pipeline.holding(None) for pipeline in self.pipelines])
+        counted = schedule in COUNTED_SCHEDULES
+        pipelines = self.pipelines if counted else tuple([pipeline.holding(None) for pipeline in self.pipelines])
         return replace(self, schedule=schedule, sequence_slices=slices, pipelines=pipelines)
 
     def replicas(self) -> Iterator[tuple[int, int, int, Replica]]:

@@ -198,14 +198,16 @@ def parse_yaml(text: str, where: str) -> object:
         raise InputError(f"{where}: is not valid YAML: {error}") from None
 
 
-def parse_json(text: str, where: str) -> object:
-    """The plain value of a JSON text. Raises InputError with line and column where it is not JSON, or holds a key twice."""
+def parse_json(text: str, where: str, line: int = 1) -> object:
+    """The plain value of a JSON text, which begins at a line of its file. Raises InputError with line and column where it is not
+    JSON, or holds a key twice."""
+    at = where if line == 1 else f"{where}, line {line}"
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         values = dict(pairs)
         if len(values) < len(pairs):
             twice = next(key for key in values if sum(key == other for other, _ in pairs) > 1)
-            raise InputError(f"{where}: the key {twice!r} stands twice")
+            raise InputError(f"{at}: the key {twice!r} stands twice")
         return values
 
     try:
@@ -213,11 +215,11 @@ def parse_json(text: str, where: str) -> object:
     except json.JSONDecodeError as error:
         at_end = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         cut = "ends too early" if at_end else "is not valid JSON"
-        raise InputError(f"{where}, line {error.lineno}, column {error.colno}: {cut}: {error.msg}") from None
+        raise InputError(f"{where}, line {line + error.lineno - 1}, column {error.colno}: {cut}: {error.msg}") from None
     except InputError:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets without end
-        raise InputError(f"{where}: is not valid JSON: {error}") from None
+        raise InputError(f"{at}: is not valid JSON: {error}") from None
 
 
 def read_json(path: str | Path) -> object:

@@ -142,6 +142,12 @@ def test_a_cluster_without_calibration_has_no_interval(folder: Path, tmp_path: P
 def test_a_round_agrees_if_every_pair_that_differs_comes_in_the_order_predicted() -> None:
     # Measured 1, 1.01, 2: the first two may come in any order; of the other two pairs one is turned.
     one, other, last = (_Ran(PLANS[0], *times) for times in ((1.2, 1.0), (1.1, 1.01), (1.15, 2.0)))
-    assert agreement([one, other, last]) == (0.0, 2)
-    assert agreement([one, other]) == (None, 0)
-    assert agreement([other, last]) == (1.0, 1)
+    assert agreement([one, other, last]) == (0.0, 2, 1)
+    assert agreement([one, other]) == (None, 0, 0)
+    assert agreement([other, last]) == (1.0, 1, 0)
+
+
+def test_two_plans_predicted_to_take_the_same_are_in_no_order_whichever_comes_first() -> None:
+    one, other, last = (_Ran(PLANS[0], *times) for times in ((1.0, 1.0), (1.0, 2.0), (3.0, 4.0)))
+    for ran in ([one, other, last], [last, other, one], [other, one, last]):
+        assert agreement(ran) == (2 / 3, 3, 0)

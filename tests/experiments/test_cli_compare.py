@@ -346,6 +346,20 @@ def test_an_interrupted_jitter_writes_nothing(motley: Motley, world: World, monk
     assert [path.name for path in out.iterdir()] == ["unfinished"]
 
 
+def test_what_was_found_before_ctrl_c_is_not_ranked_in_step_where_jitter_is_asked_for(
+    motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(search: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(PLANNERS, "random", interrupted)
+    out = world.folder / "out"
+    flags = ("--cluster", world.cluster, "--planners", "megatron,random", "--processes", 1, "--jitter", "1%", "--out", out)
+    ran = motley(*arguments(world, *flags))
+    assert ran.code == 130 and "interrupted: nothing was written" in ran.err and "megatron" not in ran.out
+    assert [path.name for path in out.iterdir()] == ["unfinished"]
+
+
 # --- The comparison --------------------------------------------------------------------------------------------------
 
 

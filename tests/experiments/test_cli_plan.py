@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments.commands.options import budget_s, default_sequence_length
-from experiments.tables import unused_line
+from experiments.tables import plan_table, unused_line
 from partition.search import PLANNERS, Search
-from sim.spec.cluster import parse_cluster
+from sim.cost.memory import peak_bytes
+from sim.spec.cluster import parse_cluster, read_cluster
 from sim.spec.plan import Pipeline, Plan, Replica, Stage, parse_plan, read_plan
 from sim.spec.transformer import transformer
 from tests.experiments.conftest import ROOT, TINY_CLUSTER, Ran, World
@@ -37,6 +40,24 @@ def split_in_two(search: Search, micro_batch: int = 1) -> Plan:
     )
     pipelines = (Pipeline(micro_batch, batch // micro_batch, stages),)
     return Plan(search.cluster.name, search.job.model, search.job.sequence_length, batch, pipelines, search.job.precision)
+
+
+@pytest.mark.parametrize("columns", [60, 72, 80, 100])
+def test_every_column_of_a_plan_is_there_on_a_narrow_console(columns: int) -> None:
+    """In an earlier version the last one, how much memory is left, was not, and nothing told that it was missing."""
+    whole = read_plan(ROOT / "examples" / "plans" / "hexiscale-mixed-b" / "motley.json")
+    held = tuple(pipeline.holding([len(pipeline.stages) + 1] * len(pipeline.stages)) for pipeline in whole.pipelines)
+    plan = replace(whole, schedule="split-1f1b", sequence_slices=2, pipelines=held)
+    cluster = read_cluster(ROOT / "examples" / "clusters" / "hexiscale-mixed-b.yaml")
+    text = io.StringIO()
+    console = Console(file=text, width=columns)
+    console.print(plan_table(plan, cluster, peak_bytes(plan, cluster), headroom=True))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    first = next(line for line in lines if line.startswith("p0s0"))
+    name, used = plan.devices[0], peak_bytes(plan, cluster)
+    left = 1 - used[name] / cluster.device(name).gpu.memory_bytes
+    assert first.split()[-1] == f"{100 * left:.0f}" and f"{used[name] / 2**30:.1f}" in first
 
 
 # --- What it writes --------------------------------------------------------------------------------------------------

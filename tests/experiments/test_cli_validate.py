@@ -128,7 +128,7 @@ def test_a_source_with_times_and_rates_has_a_row_for_each(motley: Motley, world:
     quantity = json.loads(motley("validate", "--runs", both, "--jobs", 1, "--json", "-").out)["runs"][1]["quantity"]
     assert quantity != "iter_time_s"
     for name in ("vtrain_single", "all"):
-        assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity})", "", "", "1"] in rows
+        assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity.replace('_', ' ')})", "", "", "1"] in rows
 
 
 def test_few_runs_stand_one_by_one_and_of_many_those_farthest_off(motley: Motley, world: World) -> None:

@@ -216,6 +216,19 @@ def test_the_other_schedules_are_tried_and_not_its_own() -> None:
     assert not [effect for effect in alone.effects if effect.group == "schedule"]
 
 
+def test_another_schedule_alone_is_changed_and_what_it_does_not_take_is_told() -> None:
+    cluster, own = ethernet_cluster([1, 1], 1e9), two_stages(schedule="split-1f1b")
+    own = replace(own, sequence_length=2, sequence_slices=2, pipelines=(own.pipelines[0].holding([5, 2]),))
+    told = {effect.name: effect.iteration_s for effect in explain(own, cluster).effects if "(is split" in effect.name}
+    dropped = {name.partition(" (is split-1f1b)")[0].split()[-1]: name.partition(" (is split-1f1b)")[2] for name in told}
+    held = ", as many in flight as it says"
+    both = f", whole sequences{held}"
+    assert dropped == {"1f1b": "", "gpipe": held, "eager-1f1b": both, "zb-1p": both, "zb-2p": both}
+    assert told["schedule 1f1b (is split-1f1b)"] == simulate(replace(own, schedule="1f1b"), cluster).iteration_s
+    bare = replace(own, schedule="zb-1p", sequence_slices=1, pipelines=(own.pipelines[0].holding(None),))
+    assert told[f"schedule zb-1p (is split-1f1b){both}"] == simulate(bare, cluster).iteration_s
+
+
 def test_effects_stand_by_what_they_save_and_those_that_cannot_be_last() -> None:
     told = explain(two_stages(), ethernet_cluster([1, 1], 1e9))
     times = [effect.iteration_s if effect.iteration_s is not None else math.inf for effect in told.effects]

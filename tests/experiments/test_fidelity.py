@@ -147,6 +147,9 @@ def test_runs_of_two_tables_that_differ_in_their_schedules_only_are_a_pair_and_t
     (one,), (two,) = predict(plain), predict(replace(other, iter_time_s=2.0))
     (third,) = predict(replace(other, gpu_type="A100-40GB-SXM", iter_time_s=2.0))
     assert schedule_pairs([one, two]) is not None and schedule_pairs([one, third]) is None
+    single = replace(plain, pp=1, tp=8, dp=1, num_gpus=8, vpp=None)  # a pipeline of one stage has no schedule
+    (one,), (two,) = predict(single), predict(replace(single, schedule="ZB-1p", iter_time_s=2.0))
+    assert schedule_pairs([one, two]) is None and one.predicted == two.predicted
 
 
 def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modelled() -> None:

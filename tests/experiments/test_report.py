@@ -107,6 +107,22 @@ def test_a_sweep_that_is_not_finished_is_told_from_its_journal(tmp_path: Path) -
     assert [run.row["mfu"] for run in findings([tmp_path]).runs] == pytest.approx([0.10, 0.11, 0.12])
 
 
+def test_a_journal_or_table_that_is_named_is_read_and_beside_others_only_one(tmp_path: Path) -> None:
+    rows = [row(number) for number in range(3)]
+    journal, table = tmp_path / "journal.jsonl", tmp_path / "results.csv"
+    journal.write_text(Head("grid.yaml", ("a", "b", "c")).line() + "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(table, rows)
+    for paths in ([journal], [table], [tmp_path], [journal, table], [table, journal]):
+        assert len(findings(paths).runs) == 3, paths
+
+
+def test_a_damaged_journal_is_told_with_its_line(tmp_path: Path) -> None:
+    lines = [json.dumps(row(0)), '{"cut": ', json.dumps(row(1))]
+    (tmp_path / "journal.jsonl").write_text(Head("grid.yaml", ("a", "b")).line() + "\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"journal\.jsonl, line 3, column \d+: "):
+        findings([tmp_path])
+
+
 def test_a_report_goes_to_the_trace_with_its_peaks_and_time(motley: Motley, world: World) -> None:
     """Two plans in one folder, each with a report and a trace: whose is whose is not in the names."""
     slow = TINY_PLAN.replace('"micro_batch": 1, "micro_batches": 4', '"micro_batch": 4, "micro_batches": 1')
@@ -159,6 +175,9 @@ def test_a_simulation_that_takes_another_time_than_the_row_says_is_not_shown(wor
     (remark,) = simulate_missing([run], 1)
     assert SIMULATED not in run.traces and "its timeline is not told" in remark and "'tiny'" in remark
     assert run.peaks[SIMULATED]  # memory does not depend on the time
+    write_rows(world.folder / "results.csv", [told | {"seed": seed, "iteration_s": 1.0 + seed} for seed in range(3)])
+    (remark,) = simulate_missing(findings([world.folder]).runs, 3)
+    assert "the timelines of 3 runs are not told" in remark and "the first one" in remark and "and not 1 s" in remark
     write_rows(world.folder / "results.csv", [told | {"iteration_s": traces()[0].iteration_s}])
     (run,) = findings([world.folder]).runs
     assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == traces()[0]
@@ -179,6 +198,12 @@ def test_a_run_on_devices_of_different_speeds_is_simulated_on_the_same(motley: M
     assert motley("simulate", world.plan, "--cluster", world.cluster, *flags).code == 0
     (run,) = findings([world.folder]).runs
     assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == middle
+    told = json.loads(report.read_text())["repeats"]
+    known = {"jitter": 0.2, "repeats": 5, "seed": 3, "least_s": told["least_s"], "most_s": told["most_s"]}
+    assert {key: run.row[key] for key in known} == known
+    found = findings([world.folder])
+    assert simulate_missing(found.runs, 1) == []
+    assert "on devices whose speeds differ by 20 %, simulated for this page" in report_page(found, "t")
 
 
 def test_runs_that_cannot_be_simulated_for_one_reason_are_told_of_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -262,6 +263,11 @@ def test_a_mistake_in_a_python_file_is_one_line(motley: Motley, world: World, te
     assert ran.code == 2 and told in ran.err and ran.err.count("\n") == 1, ran.err
 
 
+def test_a_budget_for_runs_that_do_not_search_is_refused(motley: Motley, world: World) -> None:
+    ran = motley("sweep", plans_sweep(world), "--out", world.folder / "out", "--budget", "3s")
+    assert ran.code == 2 and "no run searches" in ran.err and ran.err.count("\n") == 1, ran.err
+
+
 @pytest.mark.parametrize("address", ["head:10001", "ray://head", "ray://:1", "ray://head:x"])
 def test_an_address_that_is_none_is_one_line(motley: Motley, world: World, address: str) -> None:
     ran = motley("sweep", plans_sweep(world), "--out", world.folder / "out", "--on", address)
@@ -315,7 +321,8 @@ def test_with_jitter_a_run_costs_what_its_seed_draws_and_tells_the_iteration_in_
         *[simulate(plan, cluster, seed, 0.1).iteration_s for seed in (0, 1)],
     ]
     assert [row["in_step_s"] for row in rows] == ["", "", str(in_step_s), str(in_step_s)]
-    assert len({row["iteration_s"] for row in rows}) == 3 and "jitter" in ran.out
+    assert len({row["iteration_s"] for row in rows}) == 3
+    assert re.search(r"jitter +0 % +2 ", ran.out) and re.search(r"\n +10 % +2 ", ran.out), ran.out
 
 
 def test_a_search_with_jitter_finds_its_plan_in_step(world: World) -> None:

@@ -514,7 +514,8 @@ def test_stages_say_how_many_micro_batches_they_hold() -> None:
     assert [stage.in_flight for stage in plan.pipelines[0].stages] == [5, None]
     assert plan.pipelines[0].in_flight == (5, 1)
     assert parse_plan(plan.to_json()) == plan and plan.to_json().count("in_flight") == 1
-    assert plan.under("gpipe").pipelines[0].in_flight == (2, 1)
+    assert plan.under("gpipe").pipelines[0].in_flight == (2, 1) and not plan.under("gpipe").holds_its_own
+    assert plan.under("split-1f1b").pipelines[0].in_flight == (5, 1) and plan.holds_its_own
 
 
 @pytest.mark.parametrize(
