@@ -435,6 +435,7 @@ def _spread_columns(outcome: Outcome) -> dict[str, Any]:
         "in_step_s": outcome.in_step_s,
         "jitter": outcome.spread.jitter,
         "repeats": len(times),
+        "middle_seed": outcome.spread.middle_seed,
         "least_s": min(times),
         "most_s": max(times),
     }

@@ -349,7 +349,7 @@ def _other_schedules(plan: Plan, cluster: Cluster) -> Iterator[Change]:
         if name != plan.schedule and takes:
             changed = plan.under(name)
             whole = ", whole sequences" if changed.sequence_slices < plan.sequence_slices else ""
-            held = ", as many in flight as it says" if plan.holds_its_own and not changed.holds_its_own else ""
+            held = f", in flight what {name} says" if plan.holds_its_own and not changed.holds_its_own else ""
             yield Change(SCHEDULE, f"schedule {name} (is {plan.schedule}){whole}{held}", changed, cluster)
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from experiments.journal import CSV, JOURNAL, PARQUET
 from experiments.machine import allocated_bytes, with_measured_peaks
-from experiments.repeats import repeated
 from experiments.sweep_files import with_bandwidth
 from partition.objective import MEASURED_IN
 from sim.cost.feasibility import infeasible
@@ -67,7 +66,7 @@ OF_SEARCH: Mapping[str, str] = {
 """What a report tells of a search, and the columns of a row that say the same."""
 
 OF_SPREAD: Mapping[str, str] = {
-    **{key: key for key in ("jitter", "seed", "least_s", "most_s")},
+    **{key: key for key in ("jitter", "seed", "middle_seed", "least_s", "most_s")},
     "count": "repeats",
 }
 """What a report tells of iterations on devices whose speeds differ, and the columns of a row that say the same."""
@@ -139,19 +138,20 @@ def findings(paths: Sequence[Path], clusters: Sequence[Cluster] = ()) -> Finding
     those, for damaged files and for results of another version, and where there is nothing at all.
     """
     given = {cluster.name: cluster for cluster in clusters}
-    found = _Reader(given, frozenset(given), frozenset(paths))
+    found = _Reader(given, frozenset(given), frozenset(path.resolve() for path in paths))
     for path in paths:
         if not path.exists():
             raise InputError(f"{path}: does not exist; expected a folder or file with {EXPECTED}")
-        before = len(found.read)
+        told = False
         for file in _files(path):
             if found.take(file):
-                found.read.append(file)
+                told = True
+                found.read += [file] if file not in found.read else []
             elif not path.is_dir():
                 raise InputError(f"{path}: is nothing that a report can tell of; expected {EXPECTED}")
             else:
                 found.passed_over.append(file)
-        if len(found.read) == before:
+        if not told:
             raise InputError(f"{path}: holds nothing that a report can tell of; expected {EXPECTED}")
     runs = found.joined()
     if not runs and not found.validations:
@@ -201,8 +201,8 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> tuple[float, float] | N
     told_s = run.simulated.get("iteration_s") if measured else run.row.get("iteration_s")
     exact = bool(run.simulated) or (not measured and run.row.get("judge", "simulate") == "simulate" and not run.told)
     where = _as_it_ran(run, plan, cluster) if measured else cluster
-    jitter, seed, repeats = (0.0, 0, 1) if measured else drawn(run)
-    trace = repeated(plan, where, seed, jitter, repeats)[0] if jitter > 0 else simulate(plan, where)
+    jitter, seed = (0.0, 0) if measured else _drawn(run)
+    trace = simulate(plan, where, seed, jitter)
     if exact and told_s is not None and not math.isclose(trace.iteration_s, told_s, rel_tol=1e-6):
         return trace.iteration_s, told_s
     run.traces[SIMULATED], run.simulated_here = trace, True
@@ -216,12 +216,18 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> tuple[float, float] | N
     return None
 
 
-def drawn(run: Run) -> tuple[float, int, int]:
-    """How far the speeds of its devices differ, the seed they were drawn with, and how often, as its row tells."""
-    jitter, seed, count = (run.row.get(name) for name in ("jitter", "seed", "repeats"))
-    if not isinstance(jitter, int | float) or not 0 < jitter <= 1:
-        return 0.0, 0, 1
-    return jitter, seed if isinstance(seed, int) else 0, count if isinstance(count, int) else 1
+def _drawn(run: Run) -> tuple[float, int]:
+    """How far the speeds of its devices differ, as its row tells, and the seed they were drawn with: of several runs, that of the
+    one in the middle. Raises InputError where the row does not tell it."""
+    jitter = run.row.get("jitter")
+    if not jitter:
+        return 0.0, 0
+    seed = run.row.get("middle_seed", run.row.get("seed"))
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 < jitter <= 1:
+        raise InputError(f"its jitter is {jitter!r}; expected a number between 0 and 1")
+    if isinstance(seed, bool) or not isinstance(seed, int | float) or seed < 0 or seed != int(seed):
+        raise InputError(f"its jitter was drawn with the seed {seed!r}; expected a whole number of at least 0")
+    return jitter, int(seed)
 
 
 def _as_it_ran(run: Run, plan: Plan, cluster: Cluster) -> Cluster:
@@ -258,6 +264,7 @@ class _Reader:
     """Names of clusters that the caller has given."""
     named: frozenset[Path] = frozenset()
     """The files and folders that the caller has named."""
+    taken: set[Path] = field(default_factory=set)
     rows: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
     plans: dict[Path, Plan] = field(default_factory=dict)
     traces: list[tuple[Path, Trace]] = field(default_factory=list)
@@ -268,7 +275,14 @@ class _Reader:
     passed_over: list[Path] = field(default_factory=list)
 
     def take(self, path: Path) -> bool:
-        """Whether the file is one of Motley's; keeps what it holds."""
+        """Whether the file is one of Motley's; keeps what it holds, once."""
+        if path.resolve() in self.taken:
+            return True
+        if taken := self._take(path):
+            self.taken.add(path.resolve())
+        return taken
+
+    def _take(self, path: Path) -> bool:
         ending = path.suffix.lower()
         if ending == ".csv":
             return self._take_rows(path, _csv_rows(path))
@@ -298,8 +312,8 @@ class _Reader:
 
     def _stands_in(self, path: Path, *others: str) -> bool:
         """Whether one of other files beside this one is read in its place: not where this one is named, and that is not."""
-        there = [path.with_name(name) for name in others if path.with_name(name).exists()]
-        return any(path not in self.named or other in self.named for other in there)
+        there = [other.resolve() for name in others if (other := path.with_name(name)).exists()]
+        return any(path.resolve() not in self.named or {other, *other.parents} & self.named for other in there)
 
     def _take_journal(self, path: Path) -> bool:
         """Takes the rows of a sweep that is not finished; of one that is, they stand in its tables too."""
@@ -361,7 +375,12 @@ class _Reader:
         for path, plan in self.plans.items():
             if id(plan) not in claimed and not any(run.plan == plan for run in runs):
                 runs.append(Run(_shown(path), _plan_row(plan), plan))
+        jittered = any(run.row.get("jitter") for run in runs)
         for run in runs:
+            if not jittered:  # that all devices are equal goes without saying
+                run.row.pop("jitter", None)
+            elif run.row.get("jitter") is None and run.row.get("origin") == SIMULATED:
+                run.row["jitter"] = 0.0
             self._place(run)
         return runs
 
@@ -385,7 +404,7 @@ class _Reader:
         ran_on = None if trace.ran_on is None else _cluster_of(trace.ran_on, path)
         name = trace.cluster if ran_on is None else ran_on.name
         own = [run for run in runs if run.plan == trace.plan and run.row.get("cluster") in (name, None)]
-        open_ones = [run for run in own if side not in run.traces]
+        open_ones = [run for run in own if side not in run.traces and _may_be_of(run, trace)]
         if not open_ones:
             open_ones = [Run(_shown(path), _plan_row(trace.plan) | {"cluster": name}, trace.plan)]
             runs.extend(open_ones)
@@ -468,6 +487,14 @@ def _near(run: Run, side: str, told: Mapping[str, Any]) -> bool:
     """Whether a run's trace may be of the report: of a simulation to the last bit, of a run, where it is a median, about."""
     told_s, trace_s = told["iteration_s"], run.traces[side].iteration_s
     return told_s is not None and (0.5 < trace_s / told_s < 2 if side == MEASURED else trace_s == told_s)
+
+
+def _may_be_of(run: Run, trace: Trace) -> bool:
+    """Whether a trace may be of the run of a row: one that is simulated takes as long as a row says that was simulated."""
+    told_s = run.row.get("iteration_s")
+    if trace.origin != SIMULATED or told_s is None or run.row.get("judge", "simulate") != "simulate":
+        return True
+    return MEASURED in run.traces or math.isclose(trace.iteration_s, told_s, rel_tol=1e-6)
 
 
 def _fill(run: Run, told: Report) -> None:

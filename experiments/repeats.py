@@ -39,6 +39,11 @@ class Spread:
         """The run in the middle: of two, the shorter."""
         return sorted(range(len(self.iteration_s)), key=lambda i: self.iteration_s[i])[(len(self.iteration_s) - 1) // 2]
 
+    @property
+    def middle_seed(self) -> int:
+        """The seed of the run in the middle."""
+        return self.seed + self.middle
+
     def values(self) -> dict[str, Any]:
         """The plain values for a report's file."""
         return {
@@ -47,6 +52,7 @@ class Spread:
             "standard_deviation_s": self.standard_deviation_s,
             "least_s": min(self.iteration_s),
             "most_s": max(self.iteration_s),
+            "middle_seed": self.middle_seed,
             **asdict(self),
         }
 
@@ -71,5 +77,5 @@ def repeated(
             one_done()
     spread = Spread(jitter, seed, tuple(times))
     if spread.middle != repeats - 1:  # traces are large: the last alone is kept
-        trace = simulate(plan, cluster, seed + spread.middle, jitter, network)
+        trace = simulate(plan, cluster, spread.middle_seed, jitter, network)
     return trace, spread

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.agreement import TIME
 from experiments.diagrams import alike, plan_rows, timelines
-from experiments.findings import MEASURED, SIMULATED, Findings, Run, drawn
+from experiments.findings import MEASURED, SIMULATED, Findings, Run
 from experiments.pages import (
     Bar,
     Bars,
@@ -201,7 +201,7 @@ _RESULTS: Mapping[str, _Column] = {
     "stands_in": _Column("another planner's plan"),
     "wall_s": _Column("took, s", form=".3g"),
 }
-_TOLD_ELSEWHERE = frozenset({"run", "plan", "version", "infeasible", "reason", "refusal", "error"})
+_TOLD_ELSEWHERE = frozenset({"run", "plan", "middle_seed", "version", "infeasible", "reason", "refusal", "error"})
 _LONGEST = 80
 """Characters of a value that still stands in the table, of a column that is not known here."""
 _ALWAYS = ("iteration_s", "mfu")
@@ -488,7 +488,7 @@ def _trace_title(run: Run, side: str, trace: Trace) -> str:
     if side == SIMULATED and other_s and abs(trace.iteration_s / other_s - 1) > 1e-6:
         of = "the median step" if all_steps else "the measured one" if measured_s is not None else "what its row says"
         title += f" ({(trace.iteration_s / other_s - 1) * 100:+.1f} % of {of})"
-    if side == SIMULATED and (jitter := drawn(run)[0]) > 0:
+    if side == SIMULATED and measured_s is None and (jitter := run.row.get("jitter")):
         title += f", on devices whose speeds differ by {100 * jitter:g} %"
     return title + (", simulated for this page" if side == SIMULATED and run.simulated_here else "")
 

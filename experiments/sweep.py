@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from partition.search import PLANNERS, Planner, planner_named
 from sim.metrics import cost_report
 from sim.spec.cluster import Cluster
 from sim.spec.job import Job
-from sim.spec.judge import Judge
+from sim.spec.judge import Judge, Verdict
 from sim.spec.plan import Plan
 from sim.spec.reading import InputError
 
@@ -48,8 +48,9 @@ class Run(Cell):
 
     def __post_init__(self) -> None:
         judge_named(self.judge)
-        if not 0 <= self.jitter <= 1:
+        if isinstance(self.jitter, bool) or not 0 <= self.jitter <= 1:
             raise InputError(f"jitter is a number between 0 and 1, but got {self.jitter!r}")
+        object.__setattr__(self, "jitter", float(self.jitter))  # 1 and 1.0 make the same run
         if self.jitter > 0 and self.judge != SIMULATE:
             raise InputError(f"jitter {self.jitter:g} needs the judge {SIMULATE}, but got {self.judge}")
         if self.plan is None:
@@ -156,26 +157,41 @@ def execute(run: Run) -> Finished:
     if outcome.stopped == "interrupted":
         raise KeyboardInterrupt
     if run.jitter > 0:
-        try:
-            outcome = jittered(run.jitter, 1, outcome)
-        except Exception as error:
-            outcome = Outcome(run, None, error_text(error), remark=outcome.remark)
+        outcome = _jittered(run.jitter, outcome)
     return finished(run, outcome, time.perf_counter() - began)
+
+
+def _jittered(jitter: float, outcome: Outcome) -> Outcome:
+    """The outcome on devices whose speeds differ; where that fails, the plan, which a search may have found, and the error."""
+    result = outcome.result
+    if result is None or result.cost is None:
+        return outcome
+    try:
+        return jittered(jitter, 1, outcome)
+    except Exception as error:
+        in_step_s = result.cost.iteration_s
+        return replace(outcome, result=replace(result, cost=None), error=error_text(error), in_step_s=in_step_s)
 
 
 def _judge_given(run: Run, plan: Plan) -> Outcome:
     """The outcome of a run that has its plan already."""
     try:
-        verdict = _judge(run.judge, run.cluster, run.job, run.seed)(plan)
+        verdict = _verdict(run.judge, run.cluster, plan)
     except Exception as error:
         return Outcome(run, None, error_text(error), remark=GIVEN)
     return Outcome(run, judged(GIVEN, plan, verdict), remark=GIVEN)
 
 
+@lru_cache(maxsize=64)
+def _verdict(name: str, cluster: Cluster, plan: Plan) -> Verdict:
+    """The verdict on a plan in step, which no seed changes; runs of one plan in seed and jitter follow one another."""
+    return _judge(name, cluster, plan.job())(plan)
+
+
 @lru_cache(maxsize=8)
-def _judge(name: str, cluster: Cluster, job: Job, seed: int) -> Judge:
+def _judge(name: str, cluster: Cluster, job: Job) -> Judge:
     """The judge, which serves all plans of a job on a cluster: the paths that it has found once are found."""
-    return judge_named(name)(cluster, job, seed)
+    return judge_named(name)(cluster, job, 0)
 
 
 def finished(run: Run, outcome: Outcome, wall_s: float) -> Finished:

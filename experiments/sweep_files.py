@@ -39,7 +39,7 @@ def read_sweep(path: Path, seed: int = 0, budget_s: float | None = None) -> tupl
     """
     runs, files = _from_python(path) if path.suffix == ".py" else _from_yaml(path)
     if budget_s is not None:
-        if all(run.plan is not None for run in runs):
+        if runs and all(run.plan is not None for run in runs):
             raise InputError(f"{path}: its plans are given, and no run searches, so that there is no --budget to give")
         runs = [run if run.plan is not None else replace(run, budget_s=budget_s) for run in runs]
     return [replace(run, seed=run.seed + seed) for run in runs], files

@@ -170,20 +170,19 @@ FOLDED = 14
 
 @dataclass(frozen=True)
 class _Folded:
-    """The table that is folded least of those that the console has room for, which `made` gives: for so many letters to which
-    words may be folded, and spaces between columns."""
+    """The first of three tables that the console has room for, which `made` gives: for so many letters to which words may be
+    folded, and spaces between columns. The last may be folded as far as it takes."""
 
     made: Callable[[int, int], Table]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """The table for so many columns; where none fits, the narrowest."""
-        for folded in range(FOLDED, 0, -1):
-            for apart in (2, 1):
-                table = self.made(folded, apart)
-                if Measurement.get(console, options.update(max_width=MOST_WIDTH), table).minimum <= options.max_width:
-                    yield table
-                    return
-        yield table
+        """The table for so many columns."""
+        for apart in (2, 1):
+            table = self.made(FOLDED, apart)
+            if Measurement.get(console, options.update(max_width=MOST_WIDTH), table).minimum <= options.max_width:
+                yield table
+                return
+        yield self.made(1, 1)
 
 
 MOST_WIDTH = 10_000

@@ -80,7 +80,7 @@ Share: TypeAlias = tuple[int, int]
 
 @register("exhaustive", estimates=True)
 def exhaustive(search: Search) -> None:
-    """Has the ten fastest plans of the whole space judged, by estimate; refuses those that are too large.
+    """Has the ten fastest plans of the whole space judged, by estimate; a space that is too large is refused.
 
     Raises InputError there.
     """

@@ -103,6 +103,7 @@ def test_a_spread_is_that_of_its_runs() -> None:
         "standard_deviation_s": spread.standard_deviation_s,
         "least_s": 1.0,
         "most_s": 10.0,
+        "middle_seed": 2,
         "jitter": 0.1,
         "seed": 0,
         "iteration_s": (4.0, 1.0, 3.0, 10.0),

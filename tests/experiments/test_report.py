@@ -112,8 +112,10 @@ def test_a_journal_or_table_that_is_named_is_read_and_beside_others_only_one(tmp
     journal, table = tmp_path / "journal.jsonl", tmp_path / "results.csv"
     journal.write_text(Head("grid.yaml", ("a", "b", "c")).line() + "".join(json.dumps(row) + "\n" for row in rows))
     write_rows(table, rows)
-    for paths in ([journal], [table], [tmp_path], [journal, table], [table, journal]):
+    other = tmp_path / ".." / tmp_path.name / "results.csv"
+    for paths in ([journal], [table], [tmp_path], [journal, table], [table, journal], [journal, other], [tmp_path, journal]):
         assert len(findings(paths).runs) == 3, paths
+    assert len(findings([tmp_path, table]).runs) == 3
 
 
 def test_a_damaged_journal_is_told_with_its_line(tmp_path: Path) -> None:
@@ -188,7 +190,8 @@ def test_a_run_on_devices_of_different_speeds_is_simulated_on_the_same(motley: M
     told = row(0) | {"plan": "plan.json", "cluster": "tiny", "judge": "simulate", "jitter": 0.2, "seed": 3}
     once, middle = simulate(plan, place, 3, 0.2), repeated(plan, place, 3, 0.2, 5)[0]
     assert once != middle
-    for more, trace in (({}, once), ({"repeats": 5}, middle)):
+    spread = repeated(plan, place, 3, 0.2, 5)[1]
+    for more, trace in (({}, once), ({"repeats": 5, "middle_seed": spread.middle_seed}, middle), ({"repeats": "a label"}, once)):
         write_rows(world.folder / "results.csv", [told | more | {"iteration_s": trace.iteration_s}])
         (run,) = findings([world.folder]).runs
         assert simulate_missing([run], 1) == [] and run.traces[SIMULATED] == trace
@@ -204,6 +207,49 @@ def test_a_run_on_devices_of_different_speeds_is_simulated_on_the_same(motley: M
     found = findings([world.folder])
     assert simulate_missing(found.runs, 1) == []
     assert "on devices whose speeds differ by 20 %, simulated for this page" in report_page(found, "t")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"seed": -1}, "drawn with the seed -1; expected a whole number"),
+        ({"seed": None}, "drawn with the seed None"),
+        ({"seed": 0.5}, "drawn with the seed 0.5"),
+        ({"jitter": 7}, "its jitter is 7; expected a number between 0 and 1"),
+        ({"jitter": True}, "its jitter is True"),
+    ],
+)
+def test_a_row_whose_devices_cannot_be_drawn_is_told_and_not_simulated(world: World, more: dict[str, object], told: str) -> None:
+    (run,) = findings([world.folder]).runs
+    run.row |= {"jitter": 0.2, "seed": 3, "iteration_s": 1.0} | more
+    (remark,) = simulate_missing([run], 1)
+    assert told in remark and SIMULATED not in run.traces
+
+
+def test_a_trace_and_a_report_go_to_the_row_that_took_as_long_and_to_no_other(motley: Motley, world: World) -> None:
+    plan, place = parse_plan(TINY_PLAN, "plan"), tiny()
+    told = row(0) | {"plan": "plan.json", "cluster": "tiny", "judge": "simulate"}
+    times = {(jitter, seed): simulate(plan, place, seed, jitter).iteration_s for jitter in (0.0, 0.2) for seed in (3, 4)}
+    write_rows(world.folder / "results.csv", [told | {"jitter": j, "seed": s, "iteration_s": t} for (j, s), t in times.items()])
+    for name, flags in (("same", ("--jitter", "20%", "--seed", 4)), ("other", ("--jitter", "10%", "--seed", 7))):
+        files = ("--trace", world.folder / f"{name}.trace.json", "--json", world.folder / f"{name}.json")
+        assert motley("simulate", world.plan, "--cluster", world.cluster, *flags, *files).code == 0
+    runs = findings([world.folder]).runs
+    known = [(run.row["jitter"], run.row["seed"]) for run in runs]
+    assert known == [*times, (0.1, 7)] and [SIMULATED in run.traces for run in runs] == [False, False, False, True, True]
+    assert [run.row["iteration_s"] for run in runs[:4]] == pytest.approx([*times.values()], rel=1e-12)
+
+
+def test_jitter_is_told_where_there_is_any_and_rows_without_have_none(tmp_path: Path) -> None:
+    old = [row(0) | {"seed": seed} for seed in range(2)]
+    assert "jitter" not in " ".join(labels([Run("r", one | {"jitter": 0.0}) for one in old]))
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    write_rows(tmp_path / "a" / "results.csv", [one | {"jitter": 0.0} for one in old])
+    write_rows(tmp_path / "b" / "results.csv", old)
+    assert all("jitter" not in run.row for run in findings([tmp_path]).runs)
+    write_rows(tmp_path / "c" / "results.csv", [row(0) | {"seed": 0, "jitter": 0.001}])
+    assert [run.row["jitter"] for run in findings([tmp_path]).runs] == [0, 0, 0, 0, 0.001]
 
 
 def test_runs_that_cannot_be_simulated_for_one_reason_are_told_of_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

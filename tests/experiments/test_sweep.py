@@ -9,25 +9,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from pyarrow import parquet
 
-from experiments.comparison import _cluster_text, _said, cell_digest
+from experiments.comparison import cell_digest
 from experiments.journal import JOURNAL, Head, Journal
-from experiments.sweep import COLUMNS, Run, execute, given, named
+from experiments.sweep import COLUMNS, Run, execute, given, named, wrong_column
 from experiments.sweep_files import read_sweep, with_bandwidth
 from sim.engine import simulate
 from sim.simulation import simulation
-from sim.spec.cluster import Cluster, read_cluster
+from sim.spec.cluster import Cluster, parse_cluster, read_cluster
 from sim.spec.judge import Cost
-from sim.spec.plan import Plan, read_plan
+from sim.spec.plan import Plan, parse_plan, read_plan
 from sim.spec.reading import InputError
-from sim.spec.version import VERSION
-from tests.experiments.conftest import ROOT, TINY_CLUSTER, Ran, World
+from tests.experiments.conftest import ROOT, TINY_CLUSTER, TINY_PLAN, Ran, World
 
 Motley = Callable[..., Ran]
 
@@ -282,6 +281,8 @@ def test_a_run_is_checked_when_it_is_made(world: World) -> None:
         Run(cluster, plan.job(), "nobody")
     with pytest.raises(InputError, match=r"jitter is a number between 0 and 1, but got -0\.1"):
         given(cluster, plan, jitter=-0.1)
+    with pytest.raises(InputError, match="jitter is a number between 0 and 1, but got True"):
+        given(cluster, plan, jitter=True)
     with pytest.raises(InputError, match="its plan is for"):
         replace(given(cluster, plan), job=replace(plan.job(), global_batch=8))
     with pytest.raises(InputError, match="runs 1 and 3 of the sweep are the same"):
@@ -333,12 +334,26 @@ def test_a_search_with_jitter_finds_its_plan_in_step(world: World) -> None:
     assert apart.row["run"] != alone.row["run"]
 
 
-def test_a_run_without_jitter_has_the_name_that_it_had_before_there_was_any(world: World) -> None:
-    run = given(read_cluster(world.cluster), read_plan(world.plan))
-    assert cell_digest(run) == cell_digest(replace(run, jitter=0.0)) != cell_digest(replace(run, jitter=0.001))
-    with_it = [part.name for part in fields(run) if part.name not in ("cluster", "objective", "jitter")]
-    told = _said(" ".join(repr(getattr(run, name)) for name in with_it))
-    assert cell_digest(run) == sha256(f"{VERSION} {_cluster_text(run.cluster)} {told}".encode()).hexdigest()[:16]
+def test_a_run_without_jitter_has_the_name_that_it_had_before_there_was_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.comparison.VERSION", "0.1.0")
+    cluster, plan = parse_cluster(TINY_CLUSTER, "cluster"), parse_plan(TINY_PLAN, "plan")
+    judged, search = given(cluster, plan), Run(cluster, plan.job(), "random", budget_s=5.0, seed=3)
+    assert (cell_digest(judged), cell_digest(search)) == ("29e9e2c3984eefc4", "d0d1595acca9de12")  # written before there was any
+    assert len({cell_digest(replace(judged, jitter=jitter)) for jitter in (0, 0.0, 1, 1.0, 0.5)}) == 3
+
+
+def test_what_a_search_found_stays_where_its_jitter_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise RuntimeError("no more memory")
+
+    plan = read_plan(world.plan)
+    search = Run(read_cluster(world.cluster), plan.job(), "uniform-grid", seed=3, jitter=0.1)
+    alone = execute(replace(search, jitter=0.0))
+    monkeypatch.setattr("experiments.comparison.repeated", fails)
+    found = execute(search)
+    assert found.plan == alone.plan and found.row["error"] == "RuntimeError: no more memory"
+    assert (found.row["iteration_s"], found.row["in_step_s"]) == (None, alone.row["iteration_s"])
+    assert wrong_column(found.row) is None
 
 
 def test_a_journal_of_before_there_was_jitter_is_gone_on_with(motley: Motley, world: World) -> None:
