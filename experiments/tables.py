@@ -818,11 +818,17 @@ def _figure(value: float | None) -> str:
 
 
 def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS) -> Cells:
-    """A row per reason for which runs were not modelled, the most frequent first, with the first of these runs."""
+    """A row per reason for which runs were not modelled, the most frequent first, with the first of these runs.
+
+    Of a run of which something is predicted, and something else is not, the reason says so.
+    """
+    found_of = list(comparisons)
+    predicted = {comparison.id for comparison in found_of if comparison.predicted is not None}
     ids: dict[str, list[str]] = {}
-    for comparison in comparisons:
+    for comparison in found_of:
         if comparison.predicted is None:
-            ids.setdefault(comparison.note, []).append(comparison.id)
+            reason = comparison.note + (" (all else of it is)" if comparison.id in predicted else "")
+            ids.setdefault(reason, []).append(comparison.id)
     found = sorted(ids.items(), key=lambda entry: -len(entry[1]))
     rows = [(str(len(own)), reason, ", ".join(own[:NAMED]) + (", ..." if len(own) > NAMED else "")) for reason, own in found]
     if len(found) > reasons + 1:

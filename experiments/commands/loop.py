@@ -173,7 +173,7 @@ def loop(
             told = f"nothing is calibrated: of the {NEEDED_PLANS} plans that it takes {found} have run"
             screen.print(told, soft_wrap=True, markup=False)
         screen.print()
-        if not wrong and informed:
+        if informed and not wrong and tau != 0:  # where all are predicted to take the same, there is no order yet
             screen.print("the order is as predicted" if tau in (None, 1.0) else "no order that was predicted is wrong")
             break
     assert fastest is not None

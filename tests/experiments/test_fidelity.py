@@ -40,6 +40,7 @@ from experiments.fidelity import (
 from experiments.plots import ParityPoint, plot_parity
 from experiments.published import Modelled, modelled
 from experiments.published_rows import Run, read_runs
+from experiments.tables import reason_cells
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts, peak_bytes
 from sim.cost.network import Network
@@ -150,6 +151,23 @@ def test_runs_of_two_tables_that_differ_in_their_schedules_only_are_a_pair_and_t
     single = replace(plain, pp=1, tp=8, dp=1, num_gpus=8, vpp=None)  # a pipeline of one stage has no schedule
     (one,), (two,) = predict(single), predict(replace(single, schedule="ZB-1p", iter_time_s=2.0))
     assert schedule_pairs([one, two]) is None and one.predicted == two.predicted
+
+
+def test_every_reason_has_its_row_and_says_where_the_rest_of_a_run_is_modelled() -> None:
+    known = replace(GPT_22B, peak_mem_gb=900.0)
+    refused = [replace(GPT_22B, id=name, **{name: None}) for name in ("tp", "pp", "heads")]
+    comparisons = [found for run in (known, *refused) for found in predict(run)]
+    peak = "not modelled: peak_mem_gb 900 is more than the 85.9 GB that a device has (all else of it is)"
+    reasons = [("1", peak, known.id), *(("1", f"not modelled: {name}", name) for name in ("tp", "pp", "heads"))]
+    head = ("runs", "not modelled, because", "which")
+    assert (
+        [reason_cells(comparisons, most) for most in (4, 3, 2)]
+        == [
+            [head, *reasons],
+            [head, *reasons],  # in the place of a row that one other reason makes stands the reason
+            [head, *reasons[:2], ("2", "2 other reasons", "")],
+        ]
+    )
 
 
 def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modelled() -> None:
