@@ -406,7 +406,8 @@ class _Reader:
         own = [run for run in runs if run.plan == trace.plan and run.row.get("cluster") in (name, None)]
         open_ones = [run for run in own if side not in run.traces and _may_be_of(run, trace)]
         if not open_ones:
-            open_ones = [Run(_shown(path), _plan_row(trace.plan) | {"cluster": name}, trace.plan)]
+            jitter = {"jitter": trace.jitter} if trace.jitter > 0 else {}
+            open_ones = [Run(_shown(path), _plan_row(trace.plan) | {"cluster": name} | jitter, trace.plan)]
             runs.extend(open_ones)
         for run in open_ones:
             run.traces[side] = trace

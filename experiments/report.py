@@ -488,8 +488,8 @@ def _trace_title(run: Run, side: str, trace: Trace) -> str:
     if side == SIMULATED and other_s and abs(trace.iteration_s / other_s - 1) > 1e-6:
         of = "the median step" if all_steps else "the measured one" if measured_s is not None else "what its row says"
         title += f" ({(trace.iteration_s / other_s - 1) * 100:+.1f} % of {of})"
-    if side == SIMULATED and measured_s is None and (jitter := run.row.get("jitter")):
-        title += f", on devices whose speeds differ by {100 * jitter:g} %"
+    if trace.jitter > 0:
+        title += f", on devices whose speeds differ by {100 * trace.jitter:g} %"
     return title + (", simulated for this page" if side == SIMULATED and run.simulated_here else "")
 
 

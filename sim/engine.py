@@ -76,7 +76,8 @@ def simulate(
     """
     network = network if network is not None else Network(cluster)
     with garbage_collector_paused():
-        return _Run(Prepared(plan, network, _slowdowns(cluster, seed, jitter), program, known_s)).trace()
+        trace = _Run(Prepared(plan, network, _slowdowns(cluster, seed, jitter), program, known_s)).trace()
+    return trace if jitter == 0 else replace(trace, jitter=jitter)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class Trace:
     """How far apart the workers' clocks may still be after their alignment, if it was measured; None where there is one clock."""
     ran_on: str | None = field(default=None, repr=False)
     """Of a measured iteration, the text of the file of the cluster that it is told on, with the peaks that it measured."""
+    jitter: float = 0.0
+    """Of a simulated iteration, how far the speeds of its devices differ: their standard deviation, as a fraction."""
 
 
 ACTIVITIES: Mapping[type[Instruction], str] = {
@@ -205,6 +207,7 @@ def trace_json(trace: Trace) -> str:
         "versions": dict(trace.versions),
         **({} if trace.clock_residual_s is None else {"clock_residual_s": float(trace.clock_residual_s)}),
         **({} if trace.ran_on is None else {"ran_on": trace.ran_on}),
+        **({} if trace.jitter == 0 else {"jitter": float(trace.jitter)}),
         "plan": json.loads(trace.plan.to_json()),
     }
     motley = ",\n".join(f"{_text(key)}:{_text(value)}" for key, value in facts.items())
@@ -306,6 +309,7 @@ def parse_trace(text: str, where: str = "trace") -> Trace:
         versions={name: versions.text(name) for name in versions.keys()} if isinstance(versions, Table) else {},  # noqa: SIM118
         clock_residual_s=None if one_clock else facts.number("clock_residual_s"),
         ran_on=facts.text("ran_on", None),
+        jitter=facts.number("jitter", 0.0, maximum=1.0),
     )
     facts.close()
     return trace

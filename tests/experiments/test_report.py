@@ -240,6 +240,14 @@ def test_a_trace_and_a_report_go_to_the_row_that_took_as_long_and_to_no_other(mo
     assert [run.row["iteration_s"] for run in runs[:4]] == pytest.approx([*times.values()], rel=1e-12)
 
 
+def test_a_trace_alone_tells_that_its_devices_differ(motley: Motley, world: World, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    assert motley("simulate", world.plan, "--cluster", world.cluster, "--jitter", "20%", "--trace", file).code == 0
+    found = findings([tmp_path])
+    (run,) = found.runs
+    assert run.row["jitter"] == 0.2 and "on devices whose speeds differ by 20 %" in report_page(found, "t")
+
+
 def test_jitter_is_told_where_there_is_any_and_rows_without_have_none(tmp_path: Path) -> None:
     old = [row(0) | {"seed": seed} for seed in range(2)]
     assert "jitter" not in " ".join(labels([Run("r", one | {"jitter": 0.0}) for one in old]))

@@ -466,6 +466,7 @@ def test_jitter_is_the_same_for_the_same_seed_and_another_for_another(every_devi
     times = [simulate(given_plan, cluster, seed=seed, jitter=0.05).iteration_s for seed in (1, 1, 2)]
     assert times[0] == times[1] != times[2]
     assert times[0] != simulate(given_plan, cluster).iteration_s
+    assert [simulate(given_plan, cluster, 1, jitter).jitter for jitter in (0.0, 0.05)] == [0.0, 0.05]
 
 
 SCRIPT = """

@@ -133,6 +133,19 @@ def test_a_trace_of_one_clock_is_written_as_before_and_null_is_read_as_one() -> 
     assert parse_trace(text.replace('"versions":', '"clock_residual_s":null,\n"versions":', 1)) == trace_of()
 
 
+@given(st.floats(0, 1))
+def test_how_far_the_speeds_of_devices_differ_comes_back_and_is_written_where_they_do(jitter: float) -> None:
+    trace = trace_of(jitter=jitter)
+    text = trace_json(trace)
+    assert parse_trace(text) == trace and ("jitter" in text) == (jitter > 0)
+
+
+def test_a_jitter_that_is_none_is_told_in_one_line() -> None:
+    text = trace_json(trace_of(jitter=0.5))
+    with pytest.raises(InputError, match=r"jitter: .*1\.5"):
+        parse_trace(text.replace('"jitter":0.5', '"jitter":1.5'))
+
+
 def test_the_period_of_lanes_that_begin_apart_is_that_of_the_longest() -> None:
     #  p0s0  |======|
     #  p0s1      |======|       begins when it is done with the iteration before
