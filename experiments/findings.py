@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.journal import CSV, JOURNAL, PARQUET
+from experiments.judges import SIMULATE
 from experiments.machine import allocated_bytes, with_measured_peaks
 from experiments.sweep_files import with_bandwidth
 from partition.objective import MEASURED_IN
@@ -146,7 +147,8 @@ def findings(paths: Sequence[Path], clusters: Sequence[Cluster] = ()) -> Finding
         for file in _files(path):
             if found.take(file):
                 told = True
-                found.read += [file] if file not in found.read else []
+                if file not in found.read:
+                    found.read.append(file)
             elif not path.is_dir():
                 raise InputError(f"{path}: is nothing that a report can tell of; expected {EXPECTED}")
             else:
@@ -199,7 +201,7 @@ def _simulate(run: Run, plan: Plan, cluster: Cluster) -> tuple[float, float] | N
     """None, and the run has a simulated trace; or the seconds of the iteration here and as they are told, which differ."""
     measured = MEASURED in run.traces or bool(run.told.get("losses"))
     told_s = run.simulated.get("iteration_s") if measured else run.row.get("iteration_s")
-    exact = bool(run.simulated) or (not measured and run.row.get("judge", "simulate") == "simulate" and not run.told)
+    exact = bool(run.simulated) or (not measured and run.row.get("judge", SIMULATE) == SIMULATE and not run.told)
     where = _as_it_ran(run, plan, cluster) if measured else cluster
     jitter, seed = (0.0, 0) if measured else _drawn(run)
     trace = simulate(plan, where, seed, jitter)
@@ -225,7 +227,7 @@ def _drawn(run: Run) -> tuple[float, int]:
     seed = run.row.get("middle_seed", run.row.get("seed"))
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 < jitter <= 1:
         raise InputError(f"its jitter is {jitter!r}; expected a number between 0 and 1")
-    if isinstance(seed, bool) or not isinstance(seed, int | float) or seed < 0 or seed != int(seed):
+    if isinstance(seed, bool) or not isinstance(seed, int | float) or seed < 0 or not float(seed).is_integer():
         raise InputError(f"its jitter was drawn with the seed {seed!r}; expected a whole number of at least 0")
     return jitter, int(seed)
 
@@ -493,7 +495,7 @@ def _near(run: Run, side: str, told: Mapping[str, Any]) -> bool:
 def _may_be_of(run: Run, trace: Trace) -> bool:
     """Whether a trace may be of the run of a row: one that is simulated takes as long as a row says that was simulated."""
     told_s = run.row.get("iteration_s")
-    if trace.origin != SIMULATED or told_s is None or run.row.get("judge", "simulate") != "simulate":
+    if trace.origin != SIMULATED or told_s is None or run.row.get("judge", SIMULATE) != SIMULATE:
         return True
     return MEASURED in run.traces or math.isclose(trace.iteration_s, told_s, rel_tol=1e-6)
 

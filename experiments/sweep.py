@@ -122,11 +122,6 @@ COLUMNS: Mapping[str, type] = {
 """What every row has, and of which type; None where it is not known. Labels stand behind `seed`. Explained in docs/sweeps.md."""
 
 
-def with_added(row: Row) -> Row:
-    """The row with the columns that earlier sweeps do not have, where it lacks them."""
-    return {**row, **{name: value for name, value in ADDED.items() if name not in row}}
-
-
 def wrong_column(row: Row) -> str | None:
     """The first column that a row lacks, or has something else in than belongs there; None where all is well."""
     for name, kind in COLUMNS.items():
@@ -141,6 +136,11 @@ ADDED: Mapping[str, Any] = {"gradient_precision": "fp32", "jitter": 0.0, "in_ste
 """What stands in columns that tables of earlier sweeps do not have."""
 
 Row: TypeAlias = dict[str, Any]
+
+
+def with_added(row: Row) -> Row:
+    """The row with the columns that earlier sweeps do not have, where it lacks them."""
+    return {**row, **{name: value for name, value in ADDED.items() if name not in row}}
 
 
 class Finished(NamedTuple):

@@ -36,7 +36,7 @@ from experiments.commands.options import (
 )
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
-from experiments.judges import judge_named
+from experiments.judges import SIMULATE, judge_named
 from experiments.output import Outputs, outputs
 from experiments.progress import count_progress, search_progress
 from experiments.tables import (
@@ -267,7 +267,7 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, proven:
     files.console.print()
     plans = "1 plan" if result.judged == 1 else f"{result.judged:,} plans"
     files.say(f"{by.planner} judged {plans} (seed {by.seed}), {how_it_ended(result, by.budget_s)}")
-    if by.judge != "simulate":
+    if by.judge != SIMULATE:
         judged = seconds(result.cost.iteration_s)
         files.say(f"the judge {by.judge} took the iteration for {judged}; the figures above are simulated")
         missed = by.objective.missed(outlay)

@@ -29,7 +29,7 @@ from experiments.commands.options import (
 )
 from experiments.compilation import compile_first
 from experiments.exits import NO_ANSWER, tell_error
-from experiments.judges import judge_named
+from experiments.judges import SIMULATE, judge_named
 from experiments.output import outputs
 from experiments.progress import count_progress
 from experiments.repeats import repeated
@@ -96,7 +96,7 @@ def simulate(
     """
     began = time.perf_counter()
     make_judge = judge_named(judge)
-    if judge != "simulate":
+    if judge != SIMULATE:
         for flag, given in (("--trace", trace), ("--timeline", timeline)):
             if given is not None:
                 raise InputError(f"{flag} needs the event simulation; the judge {judge} has none: leave out --judge {judge}")
@@ -131,7 +131,7 @@ def simulate(
         raise typer.Exit(NO_ANSWER)
     spread = None
     with errors_about(plan):
-        if judge == "simulate":
+        if judge == SIMULATE:
             if jitter > 0:
                 done, spread = repeated(what, where, seed, jitter, repeats, partial(count_progress, "runs"))
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable
@@ -215,6 +216,9 @@ def test_a_run_on_devices_of_different_speeds_is_simulated_on_the_same(motley: M
         ({"seed": -1}, "drawn with the seed -1; expected a whole number"),
         ({"seed": None}, "drawn with the seed None"),
         ({"seed": 0.5}, "drawn with the seed 0.5"),
+        ({"seed": math.nan}, "drawn with the seed nan"),
+        ({"seed": math.inf}, "drawn with the seed inf"),
+        ({"jitter": math.nan}, "its jitter is nan"),
         ({"jitter": 7}, "its jitter is 7; expected a number between 0 and 1"),
         ({"jitter": True}, "its jitter is True"),
     ],
