@@ -267,6 +267,7 @@ def cell_digest(cell: Cell) -> str:
 UNSAID = (
     ", gradient_precision='fp32'",
     ", qk_norm=False",
+    ", megatron_softmax=False",
     ", sharded_traffic=0.0",
     ", routing_traffic=0.0",
     ", kernel_s=0.0",

@@ -21,6 +21,7 @@ from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, Node
 from sim.spec.compile import lane_name
+from sim.spec.counts import PRECISION_BYTES, unfused_scores
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
 from sim.spec.reading import InputError
@@ -115,6 +116,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *faster_stages,
         *_faster_kinds(plan, cluster),
         *_faster_hosts(plan, cluster),
+        *_fused_softmax(plan, cluster),
         *_less_recompute(plan, cluster),
         *_other_schedules(plan, cluster),
         *_more_in_flight(plan, cluster),
@@ -260,6 +262,19 @@ def _faster_hosts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     if own.host_s or own.tensor_host_s:
         faster = replace(own, host_s=own.host_s / FASTER_HOST, tensor_host_s=own.tensor_host_s / FASTER_HOST)
         yield Change(SPEED, f"hosts launch {FASTER_HOST:g} times as fast", plan, replace(cluster, stack=faster))
+
+
+def _fused_softmax(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """The softmax of all lanes in one kernel, where the stack's is Megatron's and does not take the scores of some."""
+    own, context = cluster.stack, plan.context_parallel
+    if own.flash_attention or not own.megatron_softmax:
+        return
+    queries, keys, element_bytes = plan.slice_length // context, plan.sequence_length, PRECISION_BYTES[plan.precision]
+    for *_, replica in plan.replicas():
+        tensor = len(replica.devices) // context
+        if unfused_scores(plan.transformer, replica.sequences, queries, keys, tensor, element_bytes):
+            yield Change(SPEED, "softmax fused on all lanes", plan, replace(cluster, stack=replace(own, megatron_softmax=False)))
+            return
 
 
 def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) -> Change:

@@ -214,6 +214,7 @@ def stacks() -> SearchStrategy[Stack]:
         Stack,
         st.just("any"),
         flash_attention=st.booleans(),
+        megatron_softmax=st.booleans(),
         blocking_messages=st.booleans(),
         host_s=st.sampled_from((0.0, 1e-6, 50e-6)),
         tensor_host_s=st.sampled_from((0.0, 1e-6, 200e-6)),

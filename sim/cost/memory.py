@@ -29,6 +29,7 @@ from sim.spec.counts import (
     layer_parameters_at,
     layer_recompute_peak_bytes,
     tied_copy_parameters_at,
+    unfused_scores,
 )
 from sim.spec.gpu import is_cpu
 from sim.spec.plan import LayerRange, Pipeline, Plan
@@ -227,18 +228,31 @@ class MemoryRules:
         if found is None:
             software, slices = self.stack, self.sequence_slices
             kept_as = (self.transformer, sequences, self.slice_length * slices, tensor_parallel, self.sequence_parallel)
+            softmax_bytes = self._unfused_softmax_bytes(tensor_parallel, sequences)
 
-            def scaled(count: Callable[..., float], mode: str) -> int:
+            def scaled(count: Callable[..., float], mode: str, with_softmax: bool) -> int:
                 whole_bytes = count(*kept_as, mode, self.element_bytes, software.flash_attention, self.whole_experts)
+                whole_bytes += softmax_bytes * with_softmax
                 return round(software.activation_scale * whole_bytes / (self.context_parallel * slices))
 
             found = self._layer_bytes[tensor_parallel, sequences] = {
-                mode: (scaled(layer_activation_bytes, mode), scaled(layer_recompute_peak_bytes, mode)) for mode in RECOMPUTE
+                mode: (
+                    scaled(layer_activation_bytes, mode, mode in ("none", "pointwise")),
+                    scaled(layer_recompute_peak_bytes, mode, mode in ("selective", "full")),
+                )
+                for mode in RECOMPUTE
             }
             if slices > 1:
                 kept, again = found["full"]
                 found["full"] = kept + self.key_value_bytes(tensor_parallel, sequences), again
         return found
+
+    def _unfused_softmax_bytes(self, tensor_parallel: int, sequences: int) -> int:
+        """Bytes of a layer's softmax in fp32 that is kept beside the cast one, where Megatron's fused kernel does not take it."""
+        software, length = self.stack, self.slice_length * self.sequence_slices
+        if software.flash_attention or not software.megatron_softmax or self.element_bytes == 4:
+            return 0
+        return 4 * unfused_scores(self.transformer, sequences, length, length, tensor_parallel, self.element_bytes)
 
     def key_value_bytes(self, tensor_parallel: int, sequences: int) -> int:
         """Bytes of a layer's keys and values of a slice of a micro-batch."""

@@ -14,7 +14,7 @@ those of its operands and its result, each once; matmul_traffic is the part of t
 All of it is divided by the speed of the device.
 In fp32 the fraction is fp32_fraction. Flash attention executes, for each query, the keys that the causal mask leaves and
 attention_keys more; without it the scores of all keys are two matmuls more, and pass through memory as
-`sim.spec.counts.attention_memory_bytes` counts.
+`sim.spec.counts.attention_memory_bytes` counts; where Megatron's fused softmax does not take them, several times more.
 
 The backward pass has two matmuls for each of the forward pass, the gradient of the input and that of the weights: the same
 three matrices in other roles, so as many FLOP and bytes. Its flash attention takes FLASH_BACKWARD times as long, that without
@@ -56,6 +56,7 @@ from sim.spec.counts import (
     layer_routing_bytes,
     layer_sharded_bytes,
     tied_copy_parameters_at,
+    unfused_scores,
 )
 from sim.spec.gpu import WIDE_HEAD, GpuKind
 from sim.spec.reading import InputError
@@ -70,6 +71,12 @@ Source: Dao (2023), arXiv:2307.08691, section 4.1; the 24 pairs of forward and b
 BACKWARD_TRAFFIC = 1.5
 """Bytes that the backward pass of memory-bound kernels moves per byte of their forward pass: a norm, a softmax and an activation
 read the gradient besides (3 for 2, 3 for 2, 5 for 3 in swiglu), a residual addition and a rotary position move as many."""
+
+UNFUSED_SOFTMAX = {2: (6 + 8 + 9 + 8 + 6 - 4, 4), 4: (8 + 9, 2)}
+"""By the bytes of a score: what a softmax that is not fused moves of each beyond a fused one, and how many kernels more it has.
+
+Scores are cast to fp32, scaled, masked (of one byte), normalised and cast back, each by a kernel that reads and writes them; in
+fp32 they are not cast. Source: Megatron-LM, megatron/model/fused_softmax.py, `forward_torch_softmax`."""
 
 FEWER_BITS = ("fp8", "mxfp8", "nvfp4")
 """Precisions of the layers' matmuls only: attention, embedding and head are in 16 bits."""
@@ -135,6 +142,10 @@ class AttentionWork:
     """Numbers of a head."""
     num_bytes: int
     flash: bool
+    unfused_bytes: int = 0
+    """Of the kernels that take the place of Megatron's fused softmax, beyond what that one moves."""
+    unfused_kernels: int = 0
+    """How many these are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,7 @@ def layer_work(
     expert_parallel: int,
     whole_experts: bool = False,
     tokens_before: int = 0,
+    megatron_softmax: bool = False,
 ) -> LayerWork:
     """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens.
 
@@ -198,6 +210,10 @@ def layer_work(
     attended = (_attended_keys(end, window) - _attended_keys(tokens_before, window)) / sequence_length
     num_bytes = attention_memory_bytes(transformer, tokens, end, tensor_parallel, element_bytes, flash_attention)
     earlier = min(tokens_before, window)
+    scores = 0
+    if megatron_softmax and not flash_attention:
+        scores = unfused_scores(transformer, sequences, tokens // sequences, end, tensor_parallel, element_bytes)
+    of_score, unfused_kernels = UNFUSED_SOFTMAX[element_bytes]
     attention = AttentionWork(
         flop=key_flop * (attended if flash_attention else min(end, window)),
         key_flop=key_flop,
@@ -205,6 +221,8 @@ def layer_work(
         width=transformer.head_dim,
         num_bytes=num_bytes + key_value_bytes(transformer, sequences, earlier, tensor_parallel, element_bytes),
         flash=flash_attention,
+        unfused_bytes=scores * of_score,
+        unfused_kernels=unfused_kernels if scores else 0,
     )
     work = matmul_work(matmuls, element_bytes)
     return LayerWork(
@@ -298,10 +316,11 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
         attention_s, backward_s = (seconds / stack.attention_scale for seconds in rates.flash_s(attention))
     else:
         # Two matmuls, whose bytes are counted with the scores, and the softmax between them.
-        kernels = 3
+        kernels = 3 + attention.unfused_kernels
         scores = MatmulWork(2, round(attention.flop), 0)
         products_s = rates.matmul_s(scores, rates.other_peak) / stack.attention_scale
-        traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale
+        # The scale is what is lost by moving scores through kernels made for them; a cast or a mask is like any other kernel.
+        traffic_s = rates.memory_s(attention.num_bytes) / stack.attention_scale + rates.memory_s(attention.unfused_bytes)
         attention_s, backward_s = products_s + traffic_s, 2 * products_s + backward_traffic * traffic_s
     rest_s = rates.memory_s(stack.moved_bytes(work.memory_bytes, work.sharded_bytes, work.routing_bytes))
     others = work.memory_kernels + kernels
@@ -353,6 +372,7 @@ def layer_seconds(
         expert_parallel,
         whole_experts,
         tokens_before,
+        stack.megatron_softmax,
     )
     return seconds_of_layer(work, rates_of(kind, precision), stack)
 

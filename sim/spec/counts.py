@@ -577,6 +577,20 @@ def attention_memory_bytes(
     return tokens * (2 * query + 2 * keys + scores) * precision_bytes
 
 
+def unfused_scores(
+    transformer: Transformer, sequences: int, queries: int, keys: int, tensor_parallel: int, precision_bytes: int
+) -> int:
+    """Scores that Megatron's fused softmax does not take, of one layer's attention on one rank: all of them, or none.
+
+    It takes scores of 16 bits in matrices of a multiple of four queries and more than 16 and at most 16,384 keys, if there is a
+    multiple of four such matrices, one for each head and sequence. Source: Megatron-LM, `FusedScaleMaskSoftmax` in
+    megatron/model/fused_softmax.py; versions before 2022 take 2,048 keys at most.
+    """
+    matrices = sequences * _share(transformer.heads, tensor_parallel)
+    fused = precision_bytes == 2 and matrices % 4 == 0 and queries % 4 == 0 and 16 < keys <= 16384
+    return 0 if fused else matrices * queries * keys
+
+
 def layer_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Kernels that one layer's forward pass launches.
 

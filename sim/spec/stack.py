@@ -26,6 +26,9 @@ class Stack:
     name: str
     flash_attention: bool = True
     """Whether attention is a flash kernel; else its scores go through memory, and are kept for the backward."""
+    megatron_softmax: bool = False
+    """Whether its softmax without flash attention is Megatron's: one kernel only for scores that `sim.spec.counts.unfused_scores`
+    leaves out, and several, over scores in fp32, for others. Else it is always one kernel."""
     matmul_scale: float = 1.0
     """Rate of its matmuls inside a training step per rate that the GPU kind's efficiency record says."""
     attention_scale: float = 1.0

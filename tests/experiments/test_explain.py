@@ -86,6 +86,23 @@ def test_faster_hosts_gain_where_they_are_waited_for() -> None:
     assert not [effect for effect in explain(alone, cluster).effects if "hosts" in effect.name]
 
 
+def test_a_softmax_that_is_not_fused_is_told_of_with_what_it_costs() -> None:
+    # Two heads and micro-batches of one sequence are two matrices of scores, of two sequences the four that Megatron takes.
+    model = Transformer("two heads", layers=1, hidden=8, ffn=16, heads=2, vocab=10)
+    cluster = ethernet_cluster([1], 1e9)
+    plain = replace(cluster, stack=replace(cluster.stack, flash_attention=False))
+    megatron = replace(cluster, stack=replace(plain.stack, megatron_softmax=True))
+    alone, pairs = (
+        Plan("tiny", model, 32, 2, (Pipeline(size, 2 // size, (Stage((Replica(("n0/0",), size),), ((0, 1),)),)),))
+        for size in (1, 2)
+    )
+    told = explain(alone, megatron)
+    fused = effect_of(told, "softmax fused on all lanes").iteration_s
+    assert fused == simulate(alone, plain).iteration_s < told.trace.iteration_s
+    for other, on in ((pairs, megatron), (alone, plain), (alone, cluster)):
+        assert not [effect for effect in explain(other, on).effects if "softmax" in effect.name]
+
+
 def test_a_faster_stage_beside_a_slower_one_gains_next_to_nothing() -> None:
     uneven = plan([[stage("n0/0", (0, 1)), stage("n1/0", (1, 8))]], 64)
     told = explain(uneven, ethernet_cluster([1, 1], 1e15))

@@ -73,6 +73,22 @@ def test_one_gpu_reaches_the_bound_with_the_whole_batch_at_once_but_for_the_laun
     assert bound(on, work).iteration_s == pytest.approx(took_s - gpu_kind("A100-80GB-SXM").efficiency.launch_s, rel=1e-12)
 
 
+def test_the_bound_takes_for_fused_what_megatrons_softmax_may_take() -> None:
+    """Three sequences of two heads are none of its fours; a lane that had two of them would be."""
+    model, on = replace(TINY, heads=2, kv_heads=2, head_dim=512), cluster(node("a", "A100-80GB-SXM", 2, "nvlink"))
+    plain = replace(on, stack=replace(on.stack, flash_attention=False))
+    megatron = replace(plain, stack=replace(plain.stack, megatron_softmax=True))
+    work = job(model, batch=3)
+    assert bound(megatron, work) == bound(plain, work)
+    stages = (Stage((Replica(("a/0",), 2), Replica(("a/1",), 1)), ((0, 8),)),)
+    plan = Plan("world", model, work.sequence_length, 3, (Pipeline(3, 1, stages),))
+    fused_s, least = simulate(plan, plain).iteration_s, bound(megatron, work)
+    trace = simulate(plan, megatron)
+    assert least.iteration_s < trace.iteration_s == fused_s
+    found = gap(least, trace, megatron)
+    assert found.compute + found.host + found.bubble + found.network + found.recompute == pytest.approx(found.total)
+
+
 def test_one_sequence_passes_one_layer_after_the_other() -> None:
     # Alone on four GPUs it cannot keep them all busy, unless they share each layer, which here no heads allow.
     model = Transformer("one head", layers=4, hidden=256, ffn=1024, heads=1, vocab=8, activation="gelu")

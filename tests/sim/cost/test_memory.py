@@ -360,6 +360,20 @@ def test_without_flash_attention_the_scores_of_every_layer_are_kept_unless_recom
         assert plain.working > flash.working
 
 
+def test_a_softmax_that_megatrons_kernel_does_not_take_is_kept_in_fp32_besides_unless_recomputed() -> None:
+    fused = Stack("test", flash_attention=False)
+    for tensor, precision, number in ((1, "bf16", 0), (4, "bf16", 4 * 32 * 32), (4, "fp32", 0)):  # of four heads one on a rank
+        for mode in RECOMPUTE:
+            plan = uniform(TINY, tensor=tensor, sequence_length=32, recompute=mode, precision=precision)
+            one, other = (
+                memory_parts(plan, 0, 0, software=software) for software in (fused, replace(fused, megatron_softmax=True))
+            )
+            kept = mode in ("none", "pointwise")
+            assert other.activations - one.activations == (8 * number if kept else 0)
+            # Of a layer a gradient of as many bytes, and where it is recomputed what that brings back.
+            assert other.working - one.working == number * (1 if kept else 2)
+
+
 def test_all_slices_of_a_micro_batch_together_keep_what_its_whole_sequences_keep() -> None:
     software = Stack("test", flash_attention=False)
     for mode in RECOMPUTE:

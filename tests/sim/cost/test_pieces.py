@@ -20,6 +20,7 @@ from sim.spec.transformer import Moe, Transformer
 NEVER = 1e30  # a rate so high that nothing takes time at it
 STACK = Stack("ideal")
 UNFUSED = Stack("unfused", flash_attention=False)
+MEGATRON = replace(UNFUSED, megatron_softmax=True)
 
 # Per layer: 4 x 8 x 8 + 3 x 8 x 16 = 640 weights in matmuls. A sequence of 4 tokens: 2 x 4 x 640 = 5120 FLOP of matmuls and
 # 4 x 4 x 4 x 8 = 512 of attention, of which causality leaves half.
@@ -270,6 +271,34 @@ def test_the_backward_may_move_more_of_what_memory_bounds_and_nothing_else() -> 
     embedding = [embedding_seconds(slow, stack, TINY, 1, 4) for stack in (STACK, more)]
     assert embedding[1].backward_weight_s == pytest.approx(3 * embedding[0].backward_weight_s)
     assert embedding[1].forward_s == embedding[0].forward_s
+
+
+def test_a_softmax_that_megatrons_kernel_does_not_take_is_five_kernels() -> None:
+    # Two heads and one sequence of 20 tokens: 800 scores in two matrices, which are no four. Cast to fp32 (6 bytes), scaled (8),
+    # masked (9), normalised (8) and cast back (6), where one kernel reads and writes 2 bytes each; the backward as of others.
+    slow, launching = kind(NEVER, 1.0), kind(NEVER, launch_s=1.0)
+
+    def added(gpu: GpuKind, stack: Stack, sequences: int, precision: str = "bf16") -> tuple[float, ...]:
+        one, other = (layer_seconds(gpu, s, TINY, sequences, 20, precision=precision) for s in (stack, MEGATRON))
+        both = (other.attention_s - one.attention_s, other.attention_backward_s - one.attention_backward_s)
+        whole = (other.forward_s - one.forward_s, other.backward_s - one.backward_s)
+        assert both == pytest.approx(whole)
+        return both
+
+    assert added(slow, UNFUSED, 1) == pytest.approx((33 * 800, 1.5 * 33 * 800))
+    assert added(launching, UNFUSED, 1) == pytest.approx((4, 8))
+    assert kernels_of(layer_seconds(kind(), MEGATRON, TINY, 1, 20)) == (13 + 4, 22 + 8, 4, 3 + 4)
+    # Two sequences have four matrices. In fp32, which is not cast, no matrices are taken.
+    assert added(slow, UNFUSED, 2) == added(launching, UNFUSED, 2) == (0, 0)
+    for sequences in (1, 2):
+        bytes_ = 17 * 800 * sequences
+        assert added(kind(NEVER, 1.0, "fp32"), UNFUSED, sequences, "fp32") == pytest.approx((bytes_, 1.5 * bytes_))
+        assert added(kind(NEVER, precision="fp32", launch_s=1.0), UNFUSED, sequences, "fp32") == pytest.approx((2, 4))
+    # A flash kernel has no softmax of its own; and what its matmuls and scores lose is not lost by the casts.
+    flash = replace(MEGATRON, flash_attention=True)
+    assert layer_seconds(slow, flash, TINY, 1, 20) == layer_seconds(slow, STACK, TINY, 1, 20)
+    halved = [layer_seconds(slow, replace(stack, attention_scale=0.5), TINY, 1, 20) for stack in (UNFUSED, MEGATRON)]
+    assert halved[1].attention_s - halved[0].attention_s == pytest.approx(33 * 800)
 
 
 def test_what_tensor_parallelism_divides_may_move_more() -> None:

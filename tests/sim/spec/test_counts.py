@@ -39,6 +39,7 @@ from sim.spec.counts import (
     model_flop,
     tied_copy_parameters_at,
     total_parameters,
+    unfused_scores,
 )
 from sim.spec.reading import InputError, Table
 from sim.spec.transformer import Moe, Transformer, from_hugging_face, presets, transformer
@@ -459,6 +460,21 @@ def test_attention_without_flash_moves_the_scores_four_times() -> None:
     flash = attention_memory_bytes(gpt, 10, 1024, 1, 2)
     assert flash == 10 * 4 * 768 * 2
     assert attention_memory_bytes(gpt, 10, 1024, 1, 2, flash_attention=False) == flash + 10 * 4 * 12 * 1024 * 2
+
+
+def test_megatrons_softmax_takes_scores_of_16_bits_in_fours_of_matrices() -> None:
+    # Twenty heads: five on each of four ranks.
+    model = dataclasses.replace(transformer("gpt2"), heads=20, kv_heads=20, head_dim=64)
+    assert unfused_scores(model, 1, 2048, 2048, 4, 2) == 5 * 2048 * 2048
+    assert unfused_scores(model, 2, 512, 2048, 4, 2) == 2 * 5 * 512 * 2048
+    assert unfused_scores(model, 4, 2048, 2048, 4, 2) == 0
+    assert unfused_scores(model, 1, 2048, 2048, 5, 2) == unfused_scores(model, 1, 2048, 2048, 1, 2) == 0
+    assert unfused_scores(model, 4, 2048, 2048, 4, 4) == 20 * 2048 * 2048
+    # Nor rows that are too short or too long for it, nor queries that are no multiple of four.
+    taken = [(4, 17), (4, 16384)]
+    left = [(4, 16), (4, 16385), (6, 17)]
+    assert [unfused_scores(model, 1, *sizes, 1, 2) for sizes in taken] == [0, 0]
+    assert [unfused_scores(model, 1, *sizes, 1, 2) for sizes in left] == [20 * queries * keys for queries, keys in left]
 
 
 def test_kernels_counted_by_hand() -> None:
