@@ -1,7 +1,9 @@
 """Parameters against published totals, FLOP and bytes against the papers' formulas, and the laws that hold for any shape."""
 
 import dataclasses
+from csv import DictReader
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -475,6 +477,23 @@ def test_megatrons_softmax_takes_scores_of_16_bits_in_fours_of_matrices() -> Non
     left = [(4, 16), (4, 16385), (6, 17)]
     assert [unfused_scores(model, 1, *sizes, 1, 2) for sizes in taken] == [0, 0]
     assert [unfused_scores(model, 1, *sizes, 1, 2) for sizes in left] == [20 * queries * keys for queries, keys in left]
+
+
+def test_megatrons_softmax_takes_what_aleph_alphas_runs_could_use_it_for() -> None:
+    """Their code refuses a plan for which the same kernel is not available, and does not fall back on others."""
+    data = Path(__file__).parents[3] / "experiments" / "data"
+    with (data / "published_runs.csv").open() as ran, (data / "failed_runs.csv").open() as failed:
+        rows = [row for row in (*DictReader(ran), *DictReader(failed)) if row["notes"].startswith("kernel=fused")]
+    wrong = []
+    for row in rows:
+        assert row["source_key"] == "aleph"
+        heads, length, degree, sequences = (int(float(row[name])) for name in ("heads", "seq_len", "tp", "micro_batch"))
+        model = dataclasses.replace(transformer("gpt2"), heads=heads, kv_heads=heads, head_dim=128)
+        taken = unfused_scores(model, sequences, length, length, degree, 2) == 0
+        if taken == (row.get("failure") == "Kernel not available"):
+            wrong.append((heads, degree, sequences))
+    assert len(rows) == 38
+    assert wrong == [(52, 2, 2)]  # refused, like others of this model on two ranks, though its 52 matrices are a multiple of four
 
 
 def test_kernels_counted_by_hand() -> None:
