@@ -267,7 +267,7 @@ def _faster_hosts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 def _fused_softmax(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     """The softmax of all lanes in one kernel, where the stack's is Megatron's and does not take the scores of some."""
     own, context = cluster.stack, plan.context_parallel
-    if own.flash_attention or not own.megatron_softmax:
+    if not own.fuses_some_softmax:
         return
     queries, keys, element_bytes = plan.slice_length // context, plan.sequence_length, PRECISION_BYTES[plan.precision]
     for *_, replica in plan.replicas():

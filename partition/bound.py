@@ -264,7 +264,7 @@ def _through_s(piece: PieceSeconds) -> float:
 
 def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
     """The least seconds that an iteration of any plan of a job takes, or why there can be none; see the head of this file."""
-    if cluster.stack.megatron_softmax:
+    if cluster.stack.fuses_some_softmax:
         # Where it is fused hangs on the sequences and heads of a lane; a softmax that is everywhere takes no longer on any.
         cluster = replace(cluster, stack=replace(cluster.stack, megatron_softmax=False))
     model, batch = job.model, job.global_batch

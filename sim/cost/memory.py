@@ -249,9 +249,9 @@ class MemoryRules:
 
     def _unfused_softmax_bytes(self, tensor_parallel: int, sequences: int) -> int:
         """Bytes of a layer's softmax in fp32 that is kept beside the cast one, where Megatron's fused kernel does not take it."""
-        software, length = self.stack, self.slice_length * self.sequence_slices
-        if software.flash_attention or not software.megatron_softmax or self.element_bytes == 4:
+        if not self.stack.fuses_some_softmax or self.element_bytes == 4:
             return 0
+        length = self.slice_length * self.sequence_slices
         return 4 * unfused_scores(self.transformer, sequences, length, length, tensor_parallel, self.element_bytes)
 
     def key_value_bytes(self, tensor_parallel: int, sequences: int) -> int:

@@ -192,7 +192,7 @@ def layer_work(
     expert_parallel: int,
     whole_experts: bool = False,
     tokens_before: int = 0,
-    megatron_softmax: bool = False,
+    fuses_some_softmax: bool = False,
 ) -> LayerWork:
     """What one rank does in one layer's forward pass; it has `sequences * sequence_length / context_parallel` tokens.
 
@@ -211,7 +211,7 @@ def layer_work(
     num_bytes = attention_memory_bytes(transformer, tokens, end, tensor_parallel, element_bytes, flash_attention)
     earlier = min(tokens_before, window)
     scores = 0
-    if megatron_softmax and not flash_attention:
+    if fuses_some_softmax:
         scores = unfused_scores(transformer, sequences, tokens // sequences, end, tensor_parallel, element_bytes)
     of_score, unfused_kernels = UNFUSED_SOFTMAX[element_bytes]
     attention = AttentionWork(
@@ -372,7 +372,7 @@ def layer_seconds(
         expert_parallel,
         whole_experts,
         tokens_before,
-        stack.megatron_softmax,
+        stack.fuses_some_softmax,
     )
     return seconds_of_layer(work, rates_of(kind, precision), stack)
 

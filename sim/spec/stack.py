@@ -107,6 +107,11 @@ class Stack:
         """The name of the stack that it is a variant of, or its own."""
         return self.variant_of or self.name
 
+    @property
+    def fuses_some_softmax(self) -> bool:
+        """Whether its softmax is one kernel for some scores and several for others."""
+        return self.megatron_softmax and not self.flash_attention
+
     def keeps_messages(self, nodes: int) -> bool:
         """Whether messages on a cluster of so many nodes can keep a sender or a receiver from computing."""
         some = 0 < self.message_nodes <= nodes or 0 < self.message_lane_nodes <= nodes
