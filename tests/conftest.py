@@ -9,14 +9,22 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 GOLDEN = Path(__file__).parent / "golden"
 
 # No deadline and no check of speed: a busy machine must not turn a test red. Derandomized: the same commit tries the same
-# examples everywhere. The thorough profile tries many new ones at each run; `pytest -m slow` chooses it, and so does
-# `HYPOTHESIS_PROFILE=thorough`.
+# examples everywhere. The thorough profile tries many new ones at each run, and what failed again at the next; `pytest -m slow`
+# chooses it, and so does `HYPOTHESIS_PROFILE=thorough`.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("quick"), derandomize=False, max_examples=1000, print_blob=True)
+settings.register_profile(
+    "thorough",
+    settings.get_profile("quick"),
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
+    max_examples=1000,
+    print_blob=True,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
