@@ -436,8 +436,8 @@ def test_runs_with_experts_tell_what_the_way_to_them_moves() -> None:
     true, start, mixed = replace(USUAL, routing_traffic=15.0), replace(USUAL, routing_traffic=0.0), (1, 2, 3, 6, 7, 9)
     rows = [replace(run(*shape, A100), model_name="Mixtral-8x7B" if n in mixed else "Llama") for n, shape in enumerate(SHAPES)]
     found = fitted([replace(row, iter_time_s=estimate(row).iteration_s(stack=true)) for row in rows], start)
-    # It decides little of their times, so that the prior, with its middle at 2, keeps some.
-    assert 7 < found.stack.routing_traffic < 16 and found.time_error < 0.02
+    # It decides little of their times, so that the prior, with its middle at 2, keeps some, and that of hosts takes some.
+    assert 6 < found.stack.routing_traffic < 16 and found.time_error < 0.02
     assert fitted(timed(USUAL, SHAPES[1:4]), start).stack.routing_traffic == 0
 
 
@@ -466,7 +466,7 @@ def test_the_overlap_of_tensor_collectives_is_found_where_there_are_some() -> No
 
 @pytest.mark.parametrize(("node_scale", "scale"), [(1.1, 0.3), (0.3, 0.9)])
 def test_the_rates_of_collectives_inside_a_node_and_across_are_told_apart(node_scale: float, scale: float) -> None:
-    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (2, 4, 8, 16, 32) for batch in (4, 16)]
+    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (2, 4, 8, 16, 32) for batch in (2, 4, 8, 16)]
     true = replace(USUAL, node_collective_scale=node_scale, collective_scale=scale)
     found = fitted(timed(true, shapes))
     assert found.stack.node_collective_scale == pytest.approx(node_scale, rel=0.15)
