@@ -138,7 +138,7 @@ TIME_PARAMETERS = (
     Parameter("optimizer_traffic", 1.5, 0.5, 20.0, 1.0),
     Parameter("step_s", 5e-3, 1e-5, 1.0, 2.0),
 )
-"""What the times of runs decide."""
+"""What the times of runs decide. Widths are about as far as stacks are apart, chosen by halves held out (docs/fidelity.md)."""
 
 MEMORY_PARAMETERS = (
     Parameter("activation_scale", 1.0, 0.3, 4.0, 0.3),
