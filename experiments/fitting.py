@@ -483,7 +483,9 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
         groups = ((row, tensor_groups(devices, row.plan.context_parallel)) for row in rows for devices in _first_lane(row.plan))
         return any(row.cluster.nodes_of(ranks) > 1 for row, lane in groups for ranks in lane)
     if name == "node_collective_scale":
-        return any(len(devices) > 1 and row.cluster.nodes_of(devices) == 1 for row in rows for devices in _first_lane(row.plan))
+        return any(row.cluster.nodes_of(ranks) == 1 for row in rows for ranks in _communicating(row.plan))
+    if name == "collective_scale":
+        return any(row.cluster.nodes_of(ranks) > 1 for row in rows for ranks in _communicating(row.plan))
     if name == "routing_traffic":
         return any(plan.transformer.experts is not None for plan in plans)
     if name == "overlap_slowdown":
@@ -498,6 +500,15 @@ def _staged(plan: Plan) -> bool:
 def _first_lane(plan: Plan) -> list[tuple[str, ...]]:
     """The devices of the first lane of a plan."""
     return [replica.devices for _, _, _, replica in islice(plan.replicas(), 1)]
+
+
+def _communicating(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Devices between which collectives go: of the first stages, those of each lane, and the first ranks that exchange."""
+    lanes = [replica.devices for _, stage, _, replica in plan.replicas() if stage == 0]
+    first = tuple(devices[0] for devices in lanes)
+    size = plan.shard_group or len(first)
+    sharing = [first[i : i + size] for i in range(0, len(first), size)]
+    yield from (devices for devices in (*lanes, *sharing, first) if len(devices) > 1)
 
 
 def _fit_bytes(stack: Stack, rows: Sequence[Modelled], failed: Sequence[Modelled], anew: bool) -> tuple[Stack, int, list[float]]:

@@ -36,11 +36,11 @@ from sim.cost.network import Network, Transfer, together
 from sim.cost.price import dollars, energy_j
 from sim.cost.traffic import (
     Inner,
+    collective_scale,
     computing_s,
     exchange,
     hidden_shares,
     inner,
-    inner_scale,
     message,
     ring_steps_s,
     sum_of_shards,
@@ -761,7 +761,7 @@ class _Timed:
             beside_s, after_s = (self.sharing * network.busiest_s(transfer) for transfer in (taken.beside, taken.after))
             return _WorkSeconds(taken.seconds, beside_s, taken.beside.latency_s, after_s, taken.after.latency_s)
         group, wire_s, latency_s = self.alone
-        wire_s /= inner_scale(network, cost.stack, self.inner[group])
+        wire_s /= collective_scale(network, cost.stack, self.inner[group])
         alone_s = wire_s + latency_s
         overlapped, hidden = hidden_shares(
             cost, lane, instruction, alone_s if group == TENSOR else 0.0, alone_s if group == CONTEXT else 0.0
@@ -818,6 +818,8 @@ class Estimate:
         self._routes: Routes | None = None
         self._message_forms: dict[tuple[int, int], int] = {}
         self._collective_forms: dict[tuple[type[Collective], LayerRange, tuple[int, ...]], tuple[int, int | None]] = {}
+        self._exchanges: dict[int, Transfer] = {}
+        """The transfers of these forms."""
         self._fixed: list[float] = [0.0]
         self._work: dict[object, _Timed] = {}
         self._work_numbers: dict[tuple[int, WorkKey], int] = {}
@@ -919,7 +921,9 @@ class Estimate:
     def _collective_form(self, queue: str, transfer: Transfer, groups: tuple[int, ...]) -> int:
         """A new form of a transfer that stands in line with others of its groups."""
         seconds = self.network.alone_s(transfer) - transfer.latency_s
-        return self._form([transfer], seconds, True, frozenset((queue, g) for g in groups))
+        form = self._form([transfer], seconds, True, frozenset((queue, g) for g in groups))
+        self._exchanges[form] = transfer
+        return form
 
     def _form(self, members: list[Transfer], wire_s: float, late: bool, streams: frozenset[object]) -> int:
         """The number of a new form; see `_Form`."""
@@ -969,12 +973,13 @@ class Estimate:
         durations, computing_s, inside = self._fixed.copy(), [0.0] * len(self._fixed), {}
         wire_s = [form.wire_s for form in self._forms]
         late_s = [form.latency_s if form.late else 0.0 for form in self._forms]
-        if stack is not None and stack.collective_scale != self.cluster.stack.collective_scale:
+        if stack is not None:
             # The transfers were made with the cluster's stack; their bytes are inversely proportional to the scale.
-            scale = self.cluster.stack.collective_scale / stack.collective_scale
-            for form in (form for forms in self._collective_forms.values() for form in forms if form is not None):
-                wire_s[form] *= scale
-                durations[self.wire_numbers[form]] = wire_s[form] + late_s[form]
+            for form, transfer in self._exchanges.items():
+                own, other = (collective_scale(self.network, each, transfer) for each in (self.cluster.stack, stack))
+                if own != other:
+                    wire_s[form] *= own / other
+                    durations[self.wire_numbers[form]] = wire_s[form] + late_s[form]
         for timed in self._work.values():
             taken = timed.seconds(self.network, cost)
             before_s = max(taken.computing_s, taken.beside_s + taken.beside_late_s)

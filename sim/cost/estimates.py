@@ -362,6 +362,7 @@ class _Paths:
         # The first one stands in for those that are missing.
         self._first, self._links, self._weights = _Column(np.int64, [0, 0]), _Column(np.int64), _Column(np.float64)
         self._latency_s, self._step_s, self._capacity = _Column(np.float64, [0]), _Column(np.float64, [0]), _Column(np.float64)
+        self._cards = _Column(np.bool_)
         self._asked = np.zeros(1 + 2 * ASKED_AT_ONCE, np.int64)
         matrix = network.cluster.bandwidth_matrix
         self._by_device = matrix is not None and any(name in self.numbers for name in matrix.names)
@@ -381,6 +382,7 @@ class _Paths:
                 self._latency_s.room,
                 self._step_s.room,
                 self._capacity.values,
+                self._cards.values,
                 self._asked,
             )
         return self._world
@@ -397,7 +399,9 @@ class _Paths:
 
     def take_links(self) -> None:
         """Takes the links that the network has found since."""
-        self._capacity.extend(self._network.capacities()[len(self._capacity) :])
+        known = len(self._capacity)
+        self._capacity.extend(self._network.capacities()[known:])
+        self._cards.extend([self._network.is_card(link) for link in range(known, len(self._capacity))])
         self._world = None
 
     def _fill_between(self, a: int, b: int) -> None:
@@ -469,6 +473,7 @@ class _Transfers:
             np.full(2 * rows, -1, np.int64),
             np.empty((rows, 2), np.int64),
             np.empty((rows, 3)),
+            np.empty(rows, np.bool_),
             np.zeros(rows + 1, np.int64),
             np.empty(rows * LINKS_EACH, np.int64),
             np.empty(rows * LINKS_EACH),
@@ -627,6 +632,7 @@ class _Settings:
             fragmentation=float(stack.fragmentation),
             communicator_bytes=float(COMMUNICATOR_BYTES),
             start_s=float(cluster.fabric.start_s),
+            node_collective_scale=float(stack.node_collective_scale),
             collective_scale=float(stack.collective_scale),
             per_bucket=self._per_bucket,
             sequence_parallel=plan.sequence_parallel,

@@ -275,7 +275,11 @@ class Network:
 
     def crosses_nodes(self, transfer: Transfer) -> bool:
         """Whether any byte of a transfer goes from one node to another."""
-        return any(link in self._cards for link, _ in transfer.loads)
+        return any(self.is_card(link) for link, _ in transfer.loads)
+
+    def is_card(self, link: int) -> bool:
+        """Whether a link is one of a node's cards, over which everything goes that leaves the node."""
+        return link in self._cards
 
     def node_number(self, name: str) -> int:
         """The place of a node in the cluster file."""

@@ -42,6 +42,8 @@ class World(NamedTuple):
     step_s: Floats
     capacity: Floats
     """Of each link, bytes/s."""
+    card: NDArray[np.bool_]
+    """Of each link, whether what it carries goes from one node to another."""
     asked: Ints
     """How many paths were missing, and then, as far as there is room, between which two devices each."""
 
@@ -57,6 +59,8 @@ class Transfers(NamedTuple):
     seconds: Floats
     """[row]: of the byte on the slowest link; of latency in the protocol of low latency (infinite without one) and in that of
     full bandwidth. Messages have but one, with its start."""
+    crosses: NDArray[np.bool_]
+    """[row]: whether any of the byte goes from one node to another."""
     first: Ints
     """Of each row: its first entry in `link` and `share`; the next row's is its end."""
     link: Ints
@@ -129,6 +133,7 @@ class Sizes(NamedTuple):
     fragmentation: float
     communicator_bytes: float
     start_s: float
+    node_collective_scale: float
     collective_scale: float
     per_bucket: int
     sequence_parallel: bool
@@ -363,7 +368,7 @@ def _ring(
     Links touched, latencies of its paths and of its steps. The first n devices are sorted here, and then stand node by node;
     `order` is room for as many.
     """
-    node_of, nic_of, _, paths, first, link, weight, latency, step, _, asked = world
+    node_of, nic_of, _, paths, first, link, weight, latency, step, _, _, asked = world
     rings = _rings(node_of, nic_of, devices, n)
     each = num_bytes * (n - 1) / n / rings
     worst_latency_s, worst_step_s = 0.0, 0.0
@@ -389,7 +394,7 @@ def _message(
 
     Links touched, and latency. `room` is for three times as many devices as a group has.
     """
-    node_of, _, _, paths, first, link, weight, latency, step, _, asked = world
+    node_of, _, _, paths, first, link, weight, latency, step, _, _, asked = world
     count, latency_s, step_s = 0, 0.0, 0.0
     have, held = len(one), len(other)
     if sequence_parallel or (have == 1 and held == 1):
@@ -510,6 +515,7 @@ def _keep(
     one: int,
     other: int,
     capacity: Floats,
+    card: NDArray[np.bool_],
     load: Floats,
     touched: Ints,
     count: int,
@@ -522,10 +528,11 @@ def _keep(
 
     Its row; -1 where there is no room or something is `missing`, and then nothing is noted.
     """
-    place, key, seconds, first, link, share, first_line, line, used = transfers
-    row, byte_s = int(used[0]), 0.0
+    place, key, seconds, crosses, first, link, share, first_line, line, used = transfers
+    row, byte_s, crossing = int(used[0]), 0.0, False
     for i in range(count):
         byte_s = max(byte_s, load[touched[i]] / capacity[touched[i]])
+        crossing = crossing or card[touched[i]]
     noted = not missing and row < len(key) and first[row] + count <= len(link) and first_line[row] + len(lines) <= len(line)
     end = first[row] if noted else 0
     for i in range(count):
@@ -538,7 +545,7 @@ def _keep(
     if not noted:
         return -1
     place[at], key[row, 0], key[row, 1] = row, one, other
-    seconds[row, 0], seconds[row, 1], seconds[row, 2] = byte_s, low_s, full_s
+    seconds[row, 0], seconds[row, 1], seconds[row, 2], crosses[row] = byte_s, low_s, full_s, crossing
     begin = first_line[row]
     first_line[row + 1] = begin + len(lines)
     for i in range(len(lines)):
@@ -1575,7 +1582,8 @@ def _messages(
     How many edges there are, and whether there was no room for a transfer.
     """
     place, key, seconds = transfers.place, transfers.key, transfers.seconds
-    group_first, device, asked, capacity = tables.group_first, tables.device, world.asked, world.capacity
+    group_first, device, asked = tables.group_first, tables.device, world.asked
+    capacity, card = world.capacity, world.card
     widest, full = 1, False
     for lane in range(len(lanes)):
         widest = max(widest, group_first[lanes[lane, GROUP] + 1] - group_first[lanes[lane, GROUP]])
@@ -1607,7 +1615,9 @@ def _messages(
                             sizes.sequence_parallel,
                         )
                         missing = asked[0] > before
-                        row = _keep(transfers, at, one, named, capacity, load, touched, count, late_s, late_s, no_lines, missing)
+                        row = _keep(
+                            transfers, at, one, named, capacity, card, load, touched, count, late_s, late_s, no_lines, missing
+                        )
                         full = full or (row < 0 and not missing)
                     row_of[2 * edges + way] = row
                     if row >= 0:
@@ -1682,7 +1692,9 @@ def _exchanges(
             before = asked[0]
             used, low_s, full_s, lines = _across(world, group_first, device, load, touched, groups, member, order, held)
             missing = asked[0] > before
-            row_of[s] = _keep(transfers, at, one, other, world.capacity, load, touched, used, low_s, full_s, lines, missing)
+            row_of[s] = _keep(
+                transfers, at, one, other, world.capacity, world.card, load, touched, used, low_s, full_s, lines, missing
+            )
             full = full or (row_of[s] < 0 and not missing)
         else:
             row_of[s] = place[at]
@@ -1722,7 +1734,7 @@ def evaluate(
     input_s, halves = tables.input_s, sizes.halves
     row_seconds, row_first, row_link, row_share = transfers.seconds, transfers.first, transfers.link, transfers.share
     first_line, line, capacity = transfers.first_line, transfers.line, world.capacity
-    start_s, collective_scale, links = sizes.start_s, sizes.collective_scale, len(world.capacity)
+    start_s, links, crosses = sizes.start_s, len(world.capacity), transfers.crosses
     load, touched = np.zeros(links), np.empty(links, np.int64)
 
     slices = tables.pass_s.shape[2]
@@ -1876,6 +1888,7 @@ def evaluate(
             # The first layers of a segment are the bucket that gets what is left.
             each = sizes.per_bucket if sizes.overlap else stop - start
             buckets = (stop - start + each - 1) // each
+            scale = sizes.collective_scale if crosses[row] else sizes.node_collective_scale
             segment[items] = s
             for bucket in range(buckets):
                 size = min(each, stop - start - (bucket if turn == 0 else buckets - 1 - bucket) * each)
@@ -1884,7 +1897,7 @@ def evaluate(
                     full_s = 0.0
                     for k in range(first_line[row], first_line[row + 1]):
                         full_s = max(full_s, line[k, 0] - size * unit_bytes * (byte_s - line[k, 1]))
-                on_wire_s, late_s = _exchange_s(start_s, collective_scale, size * unit_bytes, byte_s, low_s, full_s)
+                on_wire_s, late_s = _exchange_s(start_s, scale, size * unit_bytes, byte_s, low_s, full_s)
                 begins, joined = 0.0, 0.0
                 for i in range(held_by[s]):
                     lane = members[s, i]

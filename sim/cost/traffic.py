@@ -91,7 +91,7 @@ def work(
     transfers = known if known is not None else inner(network, cost, lane, instruction)
     if isinstance(instruction, OptimizerStep) or not any(transfers):
         return Work(seconds)
-    tensor, context, expert, routed = (_slowed(transfer, inner_scale(network, cost.stack, transfer)) for transfer in transfers)
+    tensor, context, expert, routed = (_slowed(network, cost.stack, transfer) for transfer in transfers)
     overlapped, hidden = hidden_shares(cost, lane, instruction, network.alone_s(tensor), network.alone_s(context))
     beside = together([_part(tensor, overlapped), _part(context, hidden)])
     after = _in_turn(network, [_part(tensor, 1 - overlapped), _part(context, 1 - hidden), expert, routed])
@@ -144,7 +144,7 @@ def filled_gap_s(network: Network, cost: ComputeCost, lane: Lane, instruction: C
     tensor, *_ = inner(network, cost, lane, instruction)
     if not tensor:
         return 0.0
-    alone_s = network.alone_s(_slowed(tensor, inner_scale(network, cost.stack, tensor)))
+    alone_s = network.alone_s(_slowed(network, cost.stack, tensor))
     return min((1 - cost.stack.tensor_overlap) * alone_s, cost.gap_s(lane, instruction))
 
 
@@ -202,8 +202,7 @@ def growth(network: Network, cost: ComputeCost, lane: Lane, kind: type[Compute],
     for inside in _UNITS:
         device_s, kernels = cost.launched(lane, kind, inside, place)
         collectives = cost.collectives_of(lane, kind, inside)
-        transfer = together([_inside(network, cost, lane, one) for one in collectives])
-        transfer = _slowed(transfer, inner_scale(network, stack, transfer))
+        transfer = _slowed(network, stack, together([_inside(network, cost, lane, one) for one in collectives]))
         device.append(device_s)
         host.append(cost.host_s(lane, kernels, collectives))
         latency.append(transfer.latency_s)
@@ -358,7 +357,7 @@ def exchange(
         share_bytes = experts * element_bytes / copies
         same = [groups[e::copies] for e in range(copies)]
         found = together([found, at_once([_exchanged(network, plan, reduce, holding, share_bytes) for holding in same])])
-    return _slowed(found, stack.collective_scale)
+    return _slowed(network, stack, found)
 
 
 def sum_of_shards(
@@ -376,9 +375,8 @@ def sum_of_shards(
     if size == len(groups):
         return None
     num_bytes = _exchanged_parameters(plan, instruction) * PRECISION_BYTES[plan.gradient_precision] / size
-    return _slowed(
-        at_once([across_lanes(network, "all_reduce", groups[i::size], num_bytes) for i in range(size)]), stack.collective_scale
-    )
+    sums = [across_lanes(network, "all_reduce", groups[i::size], num_bytes) for i in range(size)]
+    return _slowed(network, stack, at_once(sums))
 
 
 def _exchanged_parameters(plan: Plan, instruction: Collective) -> int:
@@ -410,15 +408,16 @@ def _sharding(plan: Plan, groups: Groups) -> list[Groups]:
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 
-def inner_scale(network: Network, stack: Stack, transfer: Transfer) -> float:
-    """The rate of collectives inside a forward or backward per rate that they reach alone."""
+def collective_scale(network: Network, stack: Stack, transfer: Transfer) -> float:
+    """The rate of a collective per rate that it reaches alone: of the whole one where any of its bytes goes across nodes."""
     if stack.node_collective_scale == stack.collective_scale or network.crosses_nodes(transfer):
         return stack.collective_scale
     return stack.node_collective_scale
 
 
-def _slowed(transfer: Transfer, scale: float) -> Transfer:
-    """A collective at `scale` times the rate that it reaches alone; its bytes take so much more of each link."""
+def _slowed(network: Network, stack: Stack, transfer: Transfer) -> Transfer:
+    """A collective at the rate that it reaches in training; its bytes take so much more of each link."""
+    scale = collective_scale(network, stack, transfer)
     if scale == 1:
         return transfer
     loads = tuple((link, num_bytes / scale) for link, num_bytes in transfer.loads)

@@ -74,9 +74,9 @@ class Stack:
     tensor_overlap: float = 0.0
     """Fraction of the seconds of tensor-parallel collectives that hides behind matmuls."""
     node_collective_scale: float = 1.0
-    """Rate of its collectives inside forwards and backwards among GPUs of one node per rate that they reach alone."""
+    """Rate of its collectives among GPUs of one node per rate that they reach alone."""
     collective_scale: float = 1.0
-    """The same of all its other collectives: those across nodes, and the exchanges of gradients and parameters."""
+    """The same of those across nodes."""
     overlap_slowdown: float = 0.0
     """How much longer computation takes while gradients or parameters are on their way beside it, as a fraction."""
     optimizer_traffic: float = 1.0

@@ -394,7 +394,7 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith(("tensor", "message", "node", "ring", "routing")):  # of which these runs say nothing
+        if not parameter.name.startswith(("tensor", "message", "collective", "ring", "routing")):  # of which these say nothing
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 
@@ -419,12 +419,12 @@ def test_one_wild_run_moves_little() -> None:
 
 
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
-    # Without tensor ranks: their overlap, their rate, and what the host takes for each of them.
+    # On two GPUs without tensor ranks: their overlap, the rate across nodes, and what the host takes for each of them.
     start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
-    start = replace(start, node_collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5, routing_traffic=7.0)
+    start = replace(start, collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5, routing_traffic=7.0)
     found = fitted(timed(start), start).stack
     assert (found.tensor_overlap, found.tensor_host_s, found.message_s) == (0.7, 3e-6, 2.0)
-    assert (found.node_collective_scale, found.ring_step_s, found.routing_traffic) == (0.3, 7e-6, 7.0)
+    assert (found.collective_scale, found.ring_step_s, found.routing_traffic) == (0.3, 7e-6, 7.0)
     assert not found.flash_attention and found.context_bytes == start.context_bytes
     # Without runs: everything.
     nothing = fitted([], replace(start, source="as it was"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, Inside, TensorCollective, optimizer_bytes
 from sim.cost.estimate import Estimate
+from sim.cost.estimates import Estimates
 from sim.cost.network import Network, Transfer, together
 from sim.cost.traffic import Work, exchange, growth, message, ring_steps_s, sum_of_shards, work
 from sim.engine import simulate
@@ -191,12 +192,23 @@ def test_collectives_inside_a_layer_have_a_rate_of_their_own_where_their_ranks_s
     assert wires_s[1.0, 0.25] == pytest.approx(alone_s * (1 if inside else 4))
 
 
-def test_exchanges_of_gradients_have_the_other_rate_on_one_node_too() -> None:
-    given, cluster = plan(["n0/0"], ["n0/1"]), world(1, 2)
+@pytest.mark.parametrize(("other", "inside"), [("n0/1", True), ("n1/0", False)])
+def test_exchanges_of_gradients_have_the_rate_of_the_wires_that_they_go_over(other: str, inside: bool) -> None:
+    given, cluster, wires_s = plan(["n0/0"], [other]), world(2, 2, latency_s=1.0), {}
     members, reduction = compile_plan(given).lanes, ReduceGradients((0, LAYERS))
     network = Network(cluster)
-    full = exchange(network, given, reduction, members)
-    assert exchange(network, given, reduction, members, Stack("slow", node_collective_scale=0.5)) == full
+    for node_scale, scale in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.25)):
+        stack = Stack("slow", node_collective_scale=node_scale, collective_scale=scale)
+        found = exchange(network, given, reduction, members, stack)
+        wires_s[node_scale, scale] = network.alone_s(found) - found.latency_s
+        # Constants that are given, searches' arithmetic, and the simulation take them another way each.
+        told = replace(cluster, stack=stack)
+        simulated_s = pytest.approx(simulate(given, told).iteration_s, rel=1e-9)
+        assert Estimate(given, cluster).iteration_s(stack=stack) == simulated_s
+        assert Estimates(told, given.job()).iteration_s(given) == simulated_s
+    alone_s = wires_s[1.0, 1.0]
+    assert wires_s[0.5, 1.0] == pytest.approx(alone_s * (2 if inside else 1))
+    assert wires_s[1.0, 0.25] == pytest.approx(alone_s * (1 if inside else 4))
 
 
 # --- A host that is slower than the GPU ------------------------------------------------------------------------------
