@@ -85,6 +85,8 @@ def _in_parallel(
     from joblib import Parallel, delayed, parallel_config  # takes long to import
     from joblib.externals.loky.backend import resource_tracker as resource_tracker_of_joblib
 
+    # A process that has come to keep 300 MB more than after its first task is ended, and another one begins: nothing is lost.
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs were given to the executor", UserWarning)
     with parallel_config(backend, n_jobs=processes, **options):
         # One task a batch: what is done in a batch would be lost with it, and a task takes long enough.
         pool = Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs", max_nbytes=None)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from experiments.journal import JOURNAL
+from experiments.workers import Workers
 from tests.experiments.conftest import ROOT, Ran, World
 
 Motley = Callable[..., Ran]
@@ -191,6 +192,21 @@ def test_a_run_that_kills_its_process_is_a_row_and_the_others_are_finished(world
     assert len(lines) == count == len(errors)
     assert [seed for seed, error in errors.items() if error is not None] == [2]
     assert "the process that worked on it ended" in errors[2]
+
+
+KEPT: list[bytes] = []
+
+
+def keeping(task: int) -> int:
+    """The task, after a second; its process keeps 320 MB more."""
+    KEPT.append(b"kept" * 80_000_000)
+    time.sleep(1.1)  # joblib looks once a second
+    return task
+
+
+def test_processes_that_keep_ever_more_memory_are_replaced_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    assert sorted(task for task, done in Workers(2).work(keeping, range(6)) if done == task) == list(range(6))
+    assert not list(recwarn)
 
 
 # --- Ray -------------------------------------------------------------------------------------------------------------
