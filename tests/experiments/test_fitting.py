@@ -419,7 +419,7 @@ def test_one_wild_run_moves_little() -> None:
 
 
 def test_what_no_run_speaks_of_keeps_its_value() -> None:
-    # On two GPUs without tensor ranks: their overlap, the rate across nodes, and what the host takes for each of them.
+    # On one node without tensor ranks: their overlap, the rate across nodes, and what the host takes for each of them.
     start = replace(USUAL, tensor_overlap=0.7, tensor_host_s=3e-6, message_s=2.0, message_nodes=1e3, flash_attention=False)
     start = replace(start, collective_scale=0.3, ring_step_s=7e-6, message_lane_nodes=5, routing_traffic=7.0)
     found = fitted(timed(start), start).stack
