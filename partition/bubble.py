@@ -180,6 +180,16 @@ class _Priced:
     head: float
 
 
+@dataclass(frozen=True)
+class _Computing:
+    """The kinds in an iteration of some seconds, in the last of which gradients are exchanged for some."""
+
+    parts: Mapping[GpuKind, Array]
+    """For each of the ways and the lanes, which part of all that a GPU can do a layer of a sequence takes."""
+    priced: dict[tuple[float, float], Mapping[GpuKind, _Priced]]
+    """What they cost, by the prices that were tried."""
+
+
 class Filling:
     """What GPUs of some kinds can do at all, by filling and draining their pipelines."""
 
@@ -200,7 +210,7 @@ class Filling:
         found = divisions or (lambda _: [Division(self.counts)])
 
         def too_short(seconds: float, closely: bool) -> bool:
-            known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]] = {}
+            known: dict[float, _Computing] = {}  # by the seconds of the exchange
 
             def proven(division: Division) -> bool:
                 if self._too_short(division, seconds - once_s, once_s, known):
@@ -239,15 +249,17 @@ class Filling:
         division: Division,
         seconds: float,
         once_s: float,
-        known: dict[tuple[float, tuple[float, float]], Mapping[GpuKind, _Priced]],
+        known: dict[float, _Computing],
     ) -> bool:
         """Whether the job cannot be done in so many seconds if its work is divided so, by some prices."""
         exchange_s = max(0.0, division.exchange_s - once_s)
+        if exchange_s not in known:
+            known[exchange_s] = self._computing(seconds, exchange_s)
+        computing = known[exchange_s]
         for at, prices in enumerate(self._prices):
-            key = (exchange_s, prices)
-            if key not in known:
-                known[key] = self._priced(seconds, exchange_s, *prices)
-            if self._proven(division, seconds, known[key]):
+            if prices not in computing.priced:
+                computing.priced[prices] = self._priced(computing, seconds, exchange_s, *prices)
+            if self._proven(division, seconds, computing.priced[prices]):
                 self._prices.insert(0, self._prices.pop(at))  # others like it are often proven so, too
                 return True
         return False
@@ -277,19 +289,30 @@ class Filling:
                 return True
         return False
 
-    def _priced(self, seconds: float, exchange_s: float, way: float, way_price: float) -> Mapping[GpuKind, _Priced]:
+    def _computing(self, seconds: float, exchange_s: float) -> _Computing:
+        """The kinds, before any prices."""
+        parts = {}
+        for name, kind in self._kinds.items():
+            computing_s = self._computing_s(kind.lanes, WAYS[:-1], seconds, exchange_s)
+            part = np.where(computing_s > 0, kind.lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
+            parts[name] = np.ascontiguousarray(part.T)
+        return _Computing(parts, {})
+
+    def _priced(
+        self, computing: _Computing, seconds: float, exchange_s: float, way: float, way_price: float
+    ) -> Mapping[GpuKind, _Priced]:
         """The kinds at their prices for such a way at such a price."""
         layers = self.job.model.layers
         second = WAY_PRICES * layers / seconds
         found = {}
         for name, kind in self._kinds.items():
-            lanes = kind.lanes
+            lanes, parts = kind.lanes, computing.parts[name]
             worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
             price = float(np.max(worth * self._computing_s(lanes, np.array([way]), seconds, exchange_s)[:, 0] / lanes.gpu_s))
-            computing_s = self._computing_s(lanes, WAYS[:-1], seconds, exchange_s)
-            cost = np.where(computing_s > 0, price * lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
-            paid = second[:, None] * lanes.way_s
-            found[name] = _Priced(price, np.min(cost + paid[:, :, None], axis=1), price * kind.head_s / seconds)
+            cost = price * parts if price > 0 else np.where(parts < math.inf, 0.0, math.inf)
+            # Price by price: all at once are more numbers than caches hold.
+            each = np.array([np.min(cost + one * lanes.way_s, axis=1) for one in second])
+            found[name] = _Priced(price, each, price * kind.head_s / seconds)
         return found
 
     def _computing_s(self, lanes: _Lanes, ways: Array, seconds: float, exchange_s: float) -> Array:
@@ -391,12 +414,16 @@ def _again_s(lane: _Lane, fractions: tuple[float, float]) -> float:
 def _undominated(choices: list[tuple[float, float, float, float]], worst_s: float) -> _Lanes:
     """The lanes without those that another one is at least as good as: in GPU-seconds, on the way, and in how many times its
     GPU-seconds its memory has room for. One that is otherwise as good as can be stands for all that take `worst_s` or longer."""
-    kept = [(worst_s, 0.0, math.inf, math.inf)]
-    for gpu_s, way_s, *room_s in sorted(choice for choice in choices if choice[0] < worst_s):
-        held = [seconds / gpu_s for seconds in room_s]
-        if not any(way <= way_s and forward >= held[0] and back >= held[1] for _, way, forward, back in kept[1:]):
-            kept.append((gpu_s, way_s, held[0], held[1]))
-    gpu, way, forward, back = np.array(kept).T
+    kept: list[tuple[float, float, float, float]] = []
+    for gpu_s, way_s, forward_s, backward_s in sorted(choice for choice in choices if choice[0] < worst_s):
+        held_forward, held_backward = forward_s / gpu_s, backward_s / gpu_s
+        for at, (_, way, forward, back) in enumerate(kept):
+            if way <= way_s and forward >= held_forward and back >= held_backward:
+                kept.insert(0, kept.pop(at))  # it is often as good as the next ones, too
+                break
+        else:
+            kept.append((gpu_s, way_s, held_forward, held_backward))
+    gpu, way, forward, back = np.array([(worst_s, 0.0, math.inf, math.inf), *kept]).T
     return _Lanes(gpu, way, forward * gpu, back * gpu)
 
 
