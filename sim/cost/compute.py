@@ -142,6 +142,8 @@ class ComputeCost:
         self._both: dict[object, tuple[float, float]] = {}
         self._collectives: dict[object, tuple[TensorCollective, ...]] = {}
         self._pieces: dict[tuple[str, int], tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
+        self._insides: dict[tuple[str, LayerRange], Inside] = {}
+        self._updated: dict[str, float] = {}
         self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
         self._lanes: dict[str, Lane] = {}
@@ -150,6 +152,7 @@ class ComputeCost:
         """The same with other kinds and another stack than the cluster's, where given; what does not depend on them is kept."""
         other = ComputeCost(self.plan, self.cluster, kinds, stack)
         other._collectives, other._lanes, other._expert_groups = self._collectives, self._lanes, self._expert_groups
+        other._insides, other._updated = self._insides, self._updated
         other._holders = self._held()
         return other
 
@@ -263,11 +266,15 @@ class ComputeCost:
 
     def _inside(self, lane: Lane, layers: LayerRange) -> Inside:
         """Of a part of a lane: its layers, how many of them are under each recompute mode, and its ends."""
-        start, stop = layers
-        again = self.plan.pipelines[lane.pipeline].stages[lane.stage].recomputed_within(layers)
-        embedding = lane.embedding and start == 0
-        head = lane.head and stop == self.plan.transformer.layers
-        return Inside(stop - start, again["full"], again["selective"], again["pointwise"], embedding, head)
+        found = self._insides.get((lane.name, layers))
+        if found is None:
+            start, stop = layers
+            again = self.plan.pipelines[lane.pipeline].stages[lane.stage].recomputed_within(layers)
+            embedding = lane.embedding and start == 0
+            head = lane.head and stop == self.plan.transformer.layers
+            found = Inside(stop - start, again["full"], again["selective"], again["pointwise"], embedding, head)
+            self._insides[lane.name, layers] = found
+        return found
 
     def _compute_s(self, lane: Lane, instruction: Compute) -> float:
         """Seconds of a forward, backward, or half of a backward: of the GPU, or of the host where it needs longer to launch."""
@@ -379,7 +386,21 @@ class ComputeCost:
         return self.attention_s(lane, instruction) * (ranks - 1) / ranks
 
     def _optimizer_s(self, lane: Lane) -> float:
-        """Seconds of the optimizer step over the lane's parameters, or over its shard of them where ZeRO divides the states."""
+        """Seconds of the optimizer step over the parameters that a lane updates."""
+        plan, parameters = self.plan, self._updated.get(lane.name)
+        if parameters is None:
+            parameters = self._updated[lane.name] = self._parameters(lane)
+        num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
+        if hosts := self._hosts(lane):
+            return self.stack.step_s + max(
+                host_step_s(node, parameters, plan.precision, plan.gradient_precision, plan.optimizer) for node in hosts
+            )
+        rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
+        traffic = self.stack.optimizer_traffic * num_bytes
+        return self.stack.step_s + max(rate.memory_s(traffic) + rate.launch_s for rate in rates)
+
+    def _parameters(self, lane: Lane) -> float:
+        """The parameters that a lane updates: its own, or its shard of them where ZeRO divides the states."""
         plan, model, degree = self.plan, self.plan.transformer, lane.tensor_parallel
         held, sharded = self._held(), plan.zero_stage >= 1
         if sharded:
@@ -393,14 +414,7 @@ class ComputeCost:
             parameters += head_parameters_at(model, degree) / (held.head_shards if sharded else 1)
         if lane.head and not lane.embedding:
             parameters += tied_copy_parameters_at(model, degree) / (held.embedding_shards if sharded else 1)
-        num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
-        if hosts := self._hosts(lane):
-            return self.stack.step_s + max(
-                host_step_s(node, parameters, plan.precision, plan.gradient_precision, plan.optimizer) for node in hosts
-            )
-        rates = [rates_of(kind, plan.precision) for kind in self._kinds(lane)]
-        traffic = self.stack.optimizer_traffic * num_bytes
-        return self.stack.step_s + max(rate.memory_s(traffic) + rate.launch_s for rate in rates)
+        return parameters
 
     def collectives_of(self, lane: Lane, kind: type[Compute], inside: Inside) -> tuple[TensorCollective, ...]:
         """See `collectives`; of what is inside a pass. How many there are grows in proportion to each of the numbers inside."""

@@ -11,7 +11,8 @@ back to the embedding width if there is one, and the output matrix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from sim.spec.reading import InputError
 from sim.spec.transformer import Transformer
@@ -302,16 +303,19 @@ def layer_matmuls(
     matmuls.append(Matmul("router", sent, moe.experts, t.hidden))
     held = _share(moe.experts, expert_parallel)
     routed = _share(sent * moe.top_k * expert_parallel, moe.experts)
-    matmuls += [replace(matmul, count=held, grouped=True) for matmul in _mlp_matmuls(t, "expert", routed, moe.ffn, parts)]
+    matmuls += _mlp_matmuls(t, "expert", routed, moe.ffn, parts, count=held, grouped=True)
     if moe.shared_experts:
         matmuls += _mlp_matmuls(t, "shared expert", tokens, moe.shared_experts * moe.shared_ffn, tensor_parallel)
     return tuple(matmuls)
 
 
-def _mlp_matmuls(t: Transformer, name: str, tokens: int, ffn: int, tensor_parallel: int) -> list[Matmul]:
+def _mlp_matmuls(
+    t: Transformer, name: str, tokens: int, ffn: int, tensor_parallel: int, count: int = 1, grouped: bool = False
+) -> list[Matmul]:
     width = _share(ffn, tensor_parallel)
     first, columns = (f"{name} gate and up", 2 * width) if t.gated else (f"{name} up", width)
-    return [Matmul(first, tokens, columns, t.hidden), Matmul(f"{name} down", tokens, t.hidden, width)]
+    down = Matmul(f"{name} down", tokens, t.hidden, width, count, grouped)
+    return [Matmul(first, tokens, columns, t.hidden, count, grouped), down]
 
 
 def embedding_matmuls(transformer: Transformer, tokens: int) -> tuple[Matmul, ...]:
@@ -550,6 +554,7 @@ def layer_pointwise_sharded_bytes(transformer: Transformer, tokens: int, tensor_
     return tokens * _activation_elements(t, tensor_parallel) * recomputes_activation(t) * precision_bytes
 
 
+@lru_cache(maxsize=1024)
 def layer_pointwise_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Of `layer_kernels`, what "pointwise" recompute repeats."""
     return 2 + _activations(layer_matmuls(transformer, 1, 1, expert_parallel)) * recomputes_activation(transformer)
@@ -591,6 +596,7 @@ def unfused_scores(
     return 0 if fused else matrices * queries * keys
 
 
+@lru_cache(maxsize=1024)
 def layer_kernels(transformer: Transformer, expert_parallel: int = 1) -> int:
     """Kernels that one layer's forward pass launches.
 
