@@ -33,6 +33,7 @@ from scipy.optimize import least_squares
 from scipy.sparse import lil_matrix
 
 from experiments.constants import without_factor
+from experiments.layer_profiles import profiled_kind, profiled_precision
 from sim.cost.pieces import (
     AttentionWork,
     LayerWork,
@@ -244,24 +245,18 @@ def _zorse_stack(model: str, precision: str, flash: bool) -> str:
 def _sailor(row: Mapping[str, str]) -> Iterator[Measurement]:
     if not row["source"].startswith("sailor") or row["model"] not in SAILOR_MODELS or row["tp"] != "1":
         return
-    transformer, kind = SAILOR_MODELS[row["model"]], _sailor_kind(row["gpu"])
-    precision = "tf32" if kind.peak("tf32") else "fp32"
+    transformer, kind = SAILOR_MODELS[row["model"]], profiled_kind(row["gpu"])
     yield Measurement(
         what="layer both",
         source="sailor",
         kind=kind,
-        precision=precision,
+        precision=profiled_precision(kind),
         model=row["model"],
         group=f"sailor|{row['gpu']}|{row['model']}|{row['mbs']}",
         work=layer_work(transformer, int(row["mbs"]), int(row["seq_len"]), 1, False, 4, False, 1, 1),
         seconds=float(row["mid_layer_ms"]) / 1e3,
         stack="sailor-profile",
     )
-
-
-def _sailor_kind(gpu: str) -> GpuKind:
-    """The kind of a profile. Its "RTX-2080" takes 1.06 times as long as TITAN RTX, as RTX 2080 Ti would, and no RTX 2080."""
-    return gpu_kind("RTX2080Ti" if gpu == "RTX-2080" else gpu)
 
 
 def _micro(row: Mapping[str, str]) -> Iterator[Measurement]:

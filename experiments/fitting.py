@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import Any
@@ -35,6 +35,8 @@ from experiments.fidelity import (
 )
 from experiments.fit_links import fit_links
 from experiments.fit_pieces import fit_pieces
+from experiments.layer_profiles import SOURCE as PROFILES
+from experiments.layer_profiles import profiled_runs
 from experiments.parallel import check_interrupt, in_processes
 from experiments.published import Modelled, NotModelled, modelled
 from experiments.published_rows import Run
@@ -170,6 +172,8 @@ class Task:
     variants: tuple[Stack, ...] = ()
     anew: bool = True
     """Whether priors are about the middles of their parameters, and not about the values that the stacks have."""
+    profiles: tuple[Run, ...] = ()
+    """Iterations of the stack that were profiled: their times count beside those of the runs."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,11 @@ def fit(
     for row in _usable(out_of_memory, known)[0]:
         failed.setdefault(row.cluster.stack.family, []).append(row.run)
     variants = _variants(usable, anew)
+    held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
+    # What is shipped knows the profiles already; and stacks that no run is of are left alone.
+    profiles = _profiles(known, by_stack.keys() | held_stacks) if anew else {}
+    for name in profiles:
+        by_stack.setdefault(name, [])
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
     if not anew:  # rates that runs decided belong to the stacks that keep their values, and stay as they are shipped with them
         pieces = {**pieces, **{record: one for record, one in efficiencies().items() if not rates_measured(one)}}
@@ -267,6 +276,7 @@ def fit(
                 tuple(sorted(record for record, owner in owners.items() if owner == name)),
                 tuple(variants.get(name, ())),
                 anew,
+                tuple(profiles.get(name, ())),
             )
             for name, rows in sorted(by_stack.items(), key=lambda entry: -len(entry[1]))
             if name in names
@@ -281,7 +291,6 @@ def fit(
     timed, weighed = sum(one.timed for one in fitted), sum(one.weighed for one in fitted)
     if not timed + weighed:
         raise InputError(f"--fit: no run can be fitted on: none of {len(calibration)} has a speed or a peak memory to be met")
-    held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {each.name: each for one in fitted for each in (one.stack, *one.variants)}
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
@@ -301,6 +310,15 @@ def _told_few(found: FittedStack) -> Iterator[str]:
 
 def _runs(count: int) -> str:
     return f"{count} run{'s' if count != 1 else ''}"
+
+
+def _profiles(known: Assumptions, names: Collection[str]) -> dict[str, list[Run]]:
+    """The profiled iterations of each of these stacks that has some."""
+    found: dict[str, list[Run]] = {}
+    for row in _usable(profiled_runs(DATA / "layer_profiles.csv"), known)[0]:
+        if row.cluster.stack.family in names:
+            found.setdefault(row.cluster.stack.family, []).append(row.run)
+    return found
 
 
 def _usable(runs: Iterable[Run], known: Assumptions) -> tuple[list[Modelled], list[str]]:
@@ -350,10 +368,13 @@ def _variants(rows: Iterable[Modelled], anew: bool) -> dict[str, list[Stack]]:
 
 
 def fit_stack(task: Task) -> FittedStack:
-    """The stack of a task and its variants, fitted: times first, then bytes. A constant that no run speaks of keeps its value."""
+    """The stack of a task and its variants, fitted: times first, then bytes. A constant that no run speaks of keeps its value.
+
+    Profiles tell of times alone, in which they count as the runs of one more source.
+    """
     known = read_assumptions()
     variants = {variant.name: variant for variant in task.variants}
-    found = [modelled(run, known) for run in task.runs]
+    found = [modelled(run, known) for run in (*task.runs, *task.profiles)]
     # Begun from the task's stacks alone, so that the answer is the same whatever is shipped.
     usable = [
         replace(row, cluster=replace(task.constants.applied(row.cluster), stack=variants.get(row.cluster.stack.name, task.stack)))
@@ -364,18 +385,20 @@ def fit_stack(task: Task) -> FittedStack:
     timed = sorted((row for row in usable if published_speed(row.run)), key=lambda row: work[row.run.id])
     within = sum(total <= MOST_WORK for total in accumulate(work[row.run.id] for row in timed))
     timed = timed[: max(within, FEWEST_RUNS)]
-    members, factors, errors = _fit_times(task, timed)
+    members, factors, errors, of_profiles = _fit_times(task, timed)
     out_of_memory = [row for row in (modelled(run, known) for run in task.failures) if isinstance(row, Modelled)]
     fitted: list[Stack] = []
     weighed, memory_errors, runs = 0, list[float](), dict[str, int]()
     for begun, member in zip((task.stack, *task.variants), members, strict=True):
-        own = [row for row in usable if row.cluster.stack == begun]
+        own = [row for row in usable if row.cluster.stack == begun and row.run.source_key != PROFILES]
         failed = [row for row in out_of_memory if variants.get(row.cluster.stack.name, task.stack) == begun]
         met = errors.get(begun.name, ())
         if fitted and task.anew:  # a variant whose memory no run speaks of has that of its stack
             member = _with_constants(member, {p.name: getattr(fitted[0], p.name) for p in MEMORY_PARAMETERS})
         member, count, missed = _fit_bytes(member, own, failed, task.anew)
+        profiled = of_profiles.get(begun.name, ())
         told = [f"{_TIMES} {_runs(len(met))}, met within {np.mean(met):.3f} on average"] if len(met) else []
+        told += [f"{_TIMES} {len(profiled)} profiles, met within {np.mean(profiled):.3f}"] if len(profiled) else []
         if count:
             within_error = f", met within {np.mean(missed):.3f} on average" if missed else ""
             told.append(f"memory of {_runs(count)}{within_error}")
@@ -397,8 +420,12 @@ def fit_stack(task: Task) -> FittedStack:
     )
 
 
-def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mapping[str, float], Mapping[str, Sequence[float]]]:
-    """The stack and its variants, the factors of the free records, and by how much the runs of each are missed, by its name."""
+_Missed = Mapping[str, Sequence[float]]
+
+
+def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mapping[str, float], _Missed, _Missed]:
+    """The stack and its variants, the factors of the free records, and by how much runs and profiles of each are missed, by its
+    name."""
     members = (task.stack, *task.variants)
     estimates: list[tuple[Estimate, float, dict[str, GpuKind], str, int]] = []
     for row in rows:
@@ -412,7 +439,7 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
         kinds = {node.gpu.name: node.gpu for node in row.cluster.nodes}
         estimates.append((estimate, seconds, kinds, row.run.source_key, members.index(row.cluster.stack)))
     if not estimates:
-        return list(members), {}, {}
+        return list(members), {}, {}, {}
     shipped = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
     free = {name: (record, without_factor(record)) for name, record in shipped.items()}
     shared = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
@@ -462,9 +489,10 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
     changed, _ = constants(solution)
     found = dict(zip(free, np.exp(solution[len(solution) - len(free) :]).tolist(), strict=True))
     missed: dict[str, list[float]] = {}
-    for (_, _, _, _, member), error in zip(estimates, np.abs(np.expm1(errors(solution))).tolist(), strict=True):
-        missed.setdefault(members[member].name, []).append(error)
-    return [_rounded(each, shared) for each in changed], found, missed
+    profiled: dict[str, list[float]] = {}
+    for (_, _, _, source, member), error in zip(estimates, np.abs(np.expm1(errors(solution))).tolist(), strict=True):
+        (profiled if source == PROFILES else missed).setdefault(members[member].name, []).append(error)
+    return [_rounded(each, shared) for each in changed], found, missed, profiled
 
 
 def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
