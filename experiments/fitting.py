@@ -5,7 +5,8 @@ that what the runs do not tell stays as it was. A stack and its variants, which 
 (`Stack.variant_of`), are fitted together: a variant has its own rates of kernels, held near those of the stack, and all other
 constants of time in common with it. GPU kinds come first: their efficiency records are fitted on micro-benchmarks
 (`experiments.fit_pieces`), and are taken as they are here, but for those of which there is no micro-benchmark: the runs of the
-stack that has most of them then decide by what factor their matmul rate is off.
+stack that has most of them then decide by what factor their matmul rate is off. Iterations that were profiled in the code of a
+stack (`experiments.layer_profiles`) count beside its runs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ROBUST_ERROR = 0.1
 """Relative errors well below this count squared; well above it, hardly more the larger they are."""
 
 FEW_ERROR, MANY_RUNS = 0.3, 20
-"""The same of a stack with fewer runs than these: too few to tell which of them something else slowed."""
+"""The same of a stack with fewer runs and profiles than these: too few to tell which of them something else slowed."""
 
 WIDE_ERROR = 1.0
 """In the first steps of some searches: errors below this count squared, so that no run is given up before it was tried."""
@@ -108,7 +109,7 @@ class Parameter:
     width: float
     further_starts: tuple[float, ...] = ()
     fewest_runs: int = 0
-    """With fewer runs it keeps the value that the stack has: too little to tell it from others."""
+    """With fewer runs and profiles it keeps the value that the stack has: too little to tell it from others."""
     first_starts: tuple[float, ...] = ()
 
     def near(self, value: float, runs: int) -> Parameter:
@@ -187,7 +188,7 @@ class FittedStack:
     factors: Mapping[str, float]
     timed: int
     time_error: float
-    """Mean absolute relative error of the iteration times that it was fitted on."""
+    """Mean absolute relative error of the iteration times that it was fitted on. Neither counts profiles."""
     weighed: int
     memory_error: float
     variants: tuple[Stack, ...] = ()
@@ -231,7 +232,8 @@ def fit(
     Of the failures those count that ran out of memory. `holdout` is the share of the runs, and failures, that is left out, drawn
     by lot with `seed`; see `split`. What the runs do not tell stands in the middle of its prior, or, unless `anew`, keeps its
     value, near which all others are held then. The shipped ones were fitted on all published runs, which must have no say where
-    they are held out.
+    they are held out. Where it is `anew`, profiles count beside the runs of their stack, and tell of it alone where all its runs
+    are held out; they are never held out themselves, and are none of the runs that are counted.
     `progress` is called once for each stack. Raises InputError as `split` and where no run can be fitted on, KeyboardInterrupt
     where Ctrl-C ended the work.
     """
@@ -250,9 +252,9 @@ def fit(
     for row in _usable(out_of_memory, known)[0]:
         failed.setdefault(row.cluster.stack.family, []).append(row.run)
     variants = _variants(usable, anew)
-    held_stacks = {row.cluster.stack.name for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)}
+    held_rows = [row for row in (modelled(run, known) for run in held) if isinstance(row, Modelled)]
     # What is shipped knows the profiles already; and stacks that no run is of are left alone.
-    profiles = _profiles(known, by_stack.keys() | held_stacks) if anew else {}
+    profiles = _profiles(known, by_stack.keys() | {row.cluster.stack.family for row in held_rows}) if anew else {}
     for name in profiles:
         by_stack.setdefault(name, [])
     pieces, found_links = fit_pieces(DATA, seed).efficiencies, fit_links(DATA / "microbench.csv")[0]
@@ -291,6 +293,7 @@ def fit(
     timed, weighed = sum(one.timed for one in fitted), sum(one.weighed for one in fitted)
     if not timed + weighed:
         raise InputError(f"--fit: no run can be fitted on: none of {len(calibration)} has a speed or a peak memory to be met")
+    held_stacks = {row.cluster.stack.name for row in held_rows}
     kept = {name: _unfitted(one) if anew and name in held_stacks else one for name, one in stacks().items()}
     kept |= {each.name: each for one in fitted for each in (one.stack, *one.variants)}
     kept |= {name: mean_stack(one, kept) for name, one in kept.items() if one.mean_of}
@@ -424,8 +427,7 @@ _Missed = Mapping[str, Sequence[float]]
 
 
 def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mapping[str, float], _Missed, _Missed]:
-    """The stack and its variants, the factors of the free records, and by how much runs and profiles of each are missed, by its
-    name."""
+    """The stack and its variants, factors of the free records, and by how much the runs, and the profiles, of each are missed."""
     members = (task.stack, *task.variants)
     estimates: list[tuple[Estimate, float, dict[str, GpuKind], str, int]] = []
     for row in rows:

@@ -25,8 +25,8 @@ def profiled_runs(path: Path) -> list[Run]:
     """The profiles of whole iterations in a file such as `data/layer_profiles.csv`, as runs. Raises InputError for a bad file.
 
     They are those of OPT-350M. Left out are those of GPT-Neo, whose head has no product with the vocabulary (0.96 ms for four
-    sequences, in which it were 6.3 TFLOP), and of Llama 3, which are ten times slower. So are several tensor ranks on PCIe: among
-    them a layer's collectives took up to 3.5 times as long as by the rate that Sailor measured of these links.
+    sequences, in which it were 6.3 TFLOP), and of Llama 3, at a third to a tenth of these rates. So are several tensor ranks on
+    PCIe: among them a layer's collectives took up to 3.5 times as long as by the rate that Sailor measured of these links.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -35,6 +35,8 @@ def profiled_runs(path: Path) -> list[Run]:
                 return [run for row in rows for run in _run(row, rows.line_num)]
             except KeyError as error:
                 raise InputError(f"{path}, line {rows.line_num}: {error} is missing or unknown") from None
+            except (AttributeError, TypeError):
+                raise InputError(f"{path}, line {rows.line_num}: has fewer cells than there are columns") from None
             except ValueError as error:
                 raise InputError(f"{path}, line {rows.line_num}: {error}") from None
     except OSError as error:
@@ -71,7 +73,10 @@ def _run(row: dict[str, str], line: int) -> Iterator[Run]:
 
 
 def profiled_kind(gpu: str) -> GpuKind:
-    """The kind of a profile. Its "RTX-2080" takes 1.06 times as long as TITAN RTX, as RTX 2080 Ti would, and no RTX 2080."""
+    """The kind of a profile. Its "RTX-2080" takes 1.06 times as long as TITAN RTX, as RTX 2080 Ti would, and no RTX 2080.
+
+    Sailor's runs are taken to be on the cards that they name: they wait for links.
+    """
     return gpu_kind("RTX2080Ti" if gpu == "RTX-2080" else gpu)
 
 
