@@ -91,6 +91,9 @@ def test_a_file_that_cannot_be_used_is_told_in_a_line(tmp_path: Path) -> None:
     path.write_text(text.replace("OPT-350,A100-40,1,", "OPT-350,A100-40,one,", 1), encoding="utf-8")
     with pytest.raises(InputError, match=r"profiles\.csv, line \d+: invalid literal"):
         profiled_runs(path)
+    path.write_text(text[: text.index("OPT-350,A100-40,2,") + len("OPT-350,A100-40,2")], encoding="utf-8")
+    with pytest.raises(InputError, match=r"profiles\.csv, line \d+: has fewer cells than there are columns"):
+        profiled_runs(path)
 
 
 # --- What a fit learns -----------------------------------------------------------------------------------------------
