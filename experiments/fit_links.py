@@ -6,7 +6,6 @@ Every measurement is of one collective, or message, alone on links of known nomi
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from sim.cost.collectives import collective, ring_exchange
 from sim.cost.network import Network
 from sim.spec.cluster import PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Links, Nic, Node, links
 from sim.spec.gpu import gpu_kind
-from sim.spec.reading import InputError, read_text
+from sim.spec.reading import InputError, read_rows
 
 BUS_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """A bus bandwidth is so many times (n-1)/n of the tensor's bytes, per second of the collective (nccl-tests, PERFORMANCE.md)."""
@@ -125,7 +124,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB"
 
 def measurements(path: str | Path) -> list[Measurement]:
     """The measurements of a file of micro-benchmarks that the data sets above name. Raises InputError where none is there."""
-    found = [measured for row in csv.DictReader(read_text(path).splitlines()) for measured in _measured(row)]
+    found = read_rows(path, _measured)
     if not found:
         raise InputError(f"{path}: has no row of the collectives that the links are fitted on")
     return found

@@ -19,7 +19,6 @@ The layers come from two profilers, each a software stack with one constant of i
 
 from __future__ import annotations
 
-import csv
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ from sim.cost.pieces import (
 )
 from sim.spec.counts import PRECISION_BYTES, layer_parameters
 from sim.spec.gpu import WIDE_HEAD, Efficiency, GpuKind, efficiencies, gpu_kind
-from sim.spec.reading import InputError
+from sim.spec.reading import InputError, read_rows
 from sim.spec.stack import Stack
 from sim.spec.transformer import Transformer
 
@@ -191,22 +190,7 @@ def read_measurements(folder: Path) -> list[Measurement]:
         ("layer_profiles.csv", _sailor),
         ("microbench.csv", _micro),
     )
-    found: list[Measurement] = []
-    for name, reader in readers:
-        path = folder / name
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = csv.DictReader(file)
-                for row in rows:
-                    try:
-                        found += reader(row)
-                    except KeyError as error:
-                        raise InputError(f"{path}, line {rows.line_num}: {error} is missing or unknown") from None
-                    except ValueError as error:
-                        raise InputError(f"{path}, line {rows.line_num}: {error}") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    return found
+    return [measurement for name, reader in readers for measurement in read_rows(folder / name, reader)]
 
 
 def _zorse(row: Mapping[str, str]) -> Iterator[Measurement]:

@@ -6,13 +6,12 @@ of the code that its runs ran. What is taken for granted of them stands in `data
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from experiments.published_rows import Run
 from sim.spec.gpu import GpuKind, gpu_kind
-from sim.spec.reading import InputError
+from sim.spec.reading import read_rows
 
 SOURCE = "sailor_profiles"
 """Their `source_key`."""
@@ -28,29 +27,17 @@ def profiled_runs(path: Path) -> list[Run]:
     sequences, in which it were 6.3 TFLOP), and of Llama 3, at a third to a tenth of these rates. So are several tensor ranks on
     PCIe: among them a layer's collectives took up to 3.5 times as long as by the rate that Sailor measured of these links.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file)
-            try:
-                return [run for row in rows for run in _run(row, rows.line_num)]
-            except KeyError as error:
-                raise InputError(f"{path}, line {rows.line_num}: {error} is missing or unknown") from None
-            except (AttributeError, TypeError):
-                raise InputError(f"{path}, line {rows.line_num}: has fewer cells than there are columns") from None
-            except ValueError as error:
-                raise InputError(f"{path}, line {rows.line_num}: {error}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return read_rows(path, _run)
 
 
-def _run(row: dict[str, str], line: int) -> Iterator[Run]:
+def _run(row: Mapping[str, str]) -> Iterator[Run]:
     if not row["source"].startswith("sailor") or row["model"] != "OPT-350":
         return
     kind, ranks, sequences = profiled_kind(row["gpu"]), int(row["tp"]), int(row["mbs"])
     if ranks > 1 and row["gpu"] in ON_PCIE:
         return
     yield Run(
-        id=f"{SOURCE}-{line:04}",
+        id=f"{SOURCE}-{kind.name}-{ranks}-{sequences}",
         source_key=SOURCE,
         gpu_type=kind.name,
         num_gpus=ranks,

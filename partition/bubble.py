@@ -181,7 +181,7 @@ class _Priced:
 
 
 @dataclass(frozen=True)
-class _Computing:
+class _Unpriced:
     """The kinds in an iteration of some seconds, in the last of which gradients are exchanged for some."""
 
     parts: Mapping[GpuKind, Array]
@@ -210,7 +210,7 @@ class Filling:
         found = divisions or (lambda _: [Division(self.counts)])
 
         def too_short(seconds: float, closely: bool) -> bool:
-            known: dict[float, _Computing] = {}  # by the seconds of the exchange
+            known: dict[float, _Unpriced] = {}  # by the seconds of the exchange
 
             def proven(division: Division) -> bool:
                 if self._too_short(division, seconds - once_s, once_s, known):
@@ -249,17 +249,17 @@ class Filling:
         division: Division,
         seconds: float,
         once_s: float,
-        known: dict[float, _Computing],
+        known: dict[float, _Unpriced],
     ) -> bool:
         """Whether the job cannot be done in so many seconds if its work is divided so, by some prices."""
         exchange_s = max(0.0, division.exchange_s - once_s)
         if exchange_s not in known:
-            known[exchange_s] = self._computing(seconds, exchange_s)
-        computing = known[exchange_s]
+            known[exchange_s] = self._unpriced(seconds, exchange_s)
+        unpriced = known[exchange_s]
         for at, prices in enumerate(self._prices):
-            if prices not in computing.priced:
-                computing.priced[prices] = self._priced(computing, seconds, exchange_s, *prices)
-            if self._proven(division, seconds, computing.priced[prices]):
+            if prices not in unpriced.priced:
+                unpriced.priced[prices] = self._priced(unpriced, seconds, exchange_s, *prices)
+            if self._proven(division, seconds, unpriced.priced[prices]):
                 self._prices.insert(0, self._prices.pop(at))  # others like it are often proven so, too
                 return True
         return False
@@ -289,27 +289,27 @@ class Filling:
                 return True
         return False
 
-    def _computing(self, seconds: float, exchange_s: float) -> _Computing:
+    def _unpriced(self, seconds: float, exchange_s: float) -> _Unpriced:
         """The kinds, before any prices."""
         parts = {}
         for name, kind in self._kinds.items():
             computing_s = self._computing_s(kind.lanes, WAYS[:-1], seconds, exchange_s)
             part = np.where(computing_s > 0, kind.lanes.gpu_s[:, None] / np.maximum(computing_s, LEAST_S), math.inf)
             parts[name] = np.ascontiguousarray(part.T)
-        return _Computing(parts, {})
+        return _Unpriced(parts, {})
 
     def _priced(
-        self, computing: _Computing, seconds: float, exchange_s: float, way: float, way_price: float
+        self, unpriced: _Unpriced, seconds: float, exchange_s: float, way: float, way_price: float
     ) -> Mapping[GpuKind, _Priced]:
         """The kinds at their prices for such a way at such a price."""
         layers = self.job.model.layers
         second = WAY_PRICES * layers / seconds
         found = {}
         for name, kind in self._kinds.items():
-            lanes, parts = kind.lanes, computing.parts[name]
+            lanes = kind.lanes
             worth = np.maximum(0.0, 1 - way_price * layers / seconds * lanes.way_s)
             price = float(np.max(worth * self._computing_s(lanes, np.array([way]), seconds, exchange_s)[:, 0] / lanes.gpu_s))
-            cost = price * parts if price > 0 else np.where(parts < math.inf, 0.0, math.inf)
+            cost = price * unpriced.parts[name]  # above zero: the lane that is as good as can be has a price at any
             # Price by price: all at once are more numbers than caches hold.
             each = np.array([np.min(cost + one * lanes.way_s, axis=1) for one in second])
             found[name] = _Priced(price, each, price * kind.head_s / seconds)

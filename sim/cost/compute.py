@@ -143,7 +143,7 @@ class ComputeCost:
         self._collectives: dict[object, tuple[TensorCollective, ...]] = {}
         self._pieces: dict[tuple[str, int], tuple[PieceSeconds, PieceSeconds, PieceSeconds]] = {}
         self._insides: dict[tuple[str, LayerRange], Inside] = {}
-        self._updated: dict[str, float] = {}
+        self._lane_parameters: dict[str, float] = {}
         self._expert_groups: dict[int, Mapping[tuple[str, ...], Sequence[tuple[str, ...]]]] = {}
         self._holders: Holders | None = None
         self._lanes: dict[str, Lane] = {}
@@ -152,7 +152,7 @@ class ComputeCost:
         """The same with other kinds and another stack than the cluster's, where given; what does not depend on them is kept."""
         other = ComputeCost(self.plan, self.cluster, kinds, stack)
         other._collectives, other._lanes, other._expert_groups = self._collectives, self._lanes, self._expert_groups
-        other._insides, other._updated = self._insides, self._updated
+        other._insides, other._lane_parameters = self._insides, self._lane_parameters
         other._holders = self._held()
         return other
 
@@ -387,9 +387,9 @@ class ComputeCost:
 
     def _optimizer_s(self, lane: Lane) -> float:
         """Seconds of the optimizer step over the parameters that a lane updates."""
-        plan, parameters = self.plan, self._updated.get(lane.name)
+        plan, parameters = self.plan, self._lane_parameters.get(lane.name)
         if parameters is None:
-            parameters = self._updated[lane.name] = self._parameters(lane)
+            parameters = self._lane_parameters[lane.name] = self._parameters(lane)
         num_bytes = parameters * optimizer_bytes(plan.precision, plan.gradient_precision, plan.optimizer)
         if hosts := self._hosts(lane):
             return self.stack.step_s + max(

@@ -7,8 +7,10 @@ because the runtime reads plans on machines that have torch, numpy and PyYAML on
 
 from __future__ import annotations
 
+import csv
 import difflib
 import errno
+import io
 import itertools
 import json
 import math
@@ -168,6 +170,19 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{path}: is not a text file in UTF-8") from None
     except ValueError as error:  # a zero character in the name
         raise InputError(f"{str(path)!r}: cannot be read ({error})") from None
+
+
+def read_rows(path: str | Path, reader: Callable[[dict[str, str]], Iterable[Value]]) -> list[Value]:
+    """What a reader makes of the rows of a CSV file of measurements. Raises InputError, with the line that it cannot read."""
+    rows = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        return [value for row in rows for value in reader(row)]
+    except KeyError as error:
+        raise InputError(f"{path}, line {rows.line_num}: {error} is missing or unknown") from None
+    except (AttributeError, TypeError):  # the cells that a row lacks are None
+        raise InputError(f"{path}, line {rows.line_num}: has fewer cells than there are columns") from None
+    except ValueError as error:
+        raise InputError(f"{path}, line {rows.line_num}: {error}") from None
 
 
 def read_yaml(path: str | Path) -> object:

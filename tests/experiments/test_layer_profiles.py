@@ -76,13 +76,13 @@ def test_gpt_neos_head_has_no_product_with_the_vocabulary_and_is_left_out() -> N
     row = next(row for row in ROWS if (row["model"], row["gpu"], row["tp"], row["mbs"]) == ("GPT-Neo-2.7", "GH-96", "1", "4"))
     flop = 6 * 4 * 2048 * 2560 * 50257
     assert flop / (float(row["head_ms"]) / 1e3) > 10 * profiled_kind("GH-96").peak_flop_per_s["tf32"]
-    lines = FILE.read_text(encoding="utf-8").splitlines()
-    assert all(",OPT-350," in lines[int(run.id.rsplit("-", 1)[1]) - 1] for run in PROFILES)
+    profiled = {float(row["total_time_ms"]) / 1e3 for row in ROWS if row["model"] == "OPT-350"}
+    assert {run.iter_time_s for run in PROFILES} < profiled
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "profiles.csv"
-    with pytest.raises(InputError, match=r"profiles\.csv: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"profiles\.csv: cannot be read \(no such file"):
         profiled_runs(path)
     text = FILE.read_text(encoding="utf-8")
     path.write_text(text.replace("total_time_ms", "total_ms", 1), encoding="utf-8")
