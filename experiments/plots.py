@@ -318,6 +318,9 @@ def plot_two_timelines(
 _TIMELINE_INCH, _MARGIN_INCH = 12.0, 1.9
 """Width of a timeline's figure, and its height besides the rows."""
 
+_TITLE_CHARACTERS = 105
+"""Of a line of its title, which begins beside the rows' labels."""
+
 
 def _rows_inch(trace: Trace) -> float:
     """Height of all rows: roomy for few lanes, tight for many."""
@@ -335,7 +338,8 @@ def _prepare_timeline(ax: Axes, trace: Trace, cluster: Cluster | None, title: st
         ax.axvspan(trace.iteration_s * scale, end_s * scale, color=_AFTER, linewidth=0, zorder=0.2)
         ax.axvline(trace.iteration_s * scale, color="#606060", linewidth=1.0, linestyle=(0, (4, 3)), zorder=20)
     if title:
-        ax.set_title(title, loc="left", fontsize=11)
+        wrapped = "\n".join(textwrap.fill(line, _TITLE_CHARACTERS) for line in title.splitlines())
+        ax.set_title(wrapped, loc="left", fontsize=11)
 
 
 def _legend_below(ax: Axes, handles: list[Patch]) -> None:

@@ -14,6 +14,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from experiments.plots import _STYLES, MfuCell, plot_mfu_bars, plot_plan, plot_timeline, plot_two_timelines, save_figure
 from sim.spec.cluster import Cluster, Intra, Nic, Node
@@ -169,6 +170,17 @@ def test_a_large_plans_picture_is_no_taller_than_a_screen_or_two_and_names_nodes
     assert [label.get_text() for label in held.get_yticklabels()][:2] == ["node-0  4x RTX4090", "node-1  4x RTX4090"]
     assert held_by_row(held).keys() == set(range(240))
     assert all(patch.get_hatch() is None for patch in held.patches)
+
+
+def test_a_long_title_of_a_timeline_stays_inside_its_figure() -> None:
+    settings = (
+        "llama-30b on hexiscale-mixed-c, 256 x 4096 tokens, bf16, split-1f1b, ZeRO 1, sequences in 2 slices, sequence parallel"
+    )
+    ax = plot_timeline(trace_of(1, 4, 8), title=f"{settings}, optimizer in hosts\none simulated iteration", cluster=CLUSTER)
+    figure = figure_of(ax)
+    figure.draw_without_rendering()
+    assert figure.bbox.x1 >= max(text.get_window_extent().x1 for text in ax.get_children() if isinstance(text, Text))
+    assert ax.get_title(loc="left").splitlines()[-1] == "one simulated iteration"
 
 
 def test_a_small_timeline_draws_every_span_and_numbers_every_micro_batch() -> None:
