@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -317,7 +318,7 @@ def filled(draw: DrawFn) -> tuple[Cluster, Plan]:
     return with_memory(on, max(peak_bytes(plan, on).values())), plan
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(filled())
 def test_the_bound_is_below_random_plans_that_just_fit(world: tuple[Cluster, Plan]) -> None:
     check(*world)
@@ -370,11 +371,9 @@ def jobs() -> SearchStrategy[tuple[Cluster, Job]]:
     return st.tuples(starved_clusters(), work)
 
 
-@settings(max_examples=15, deadline=None)
-@given(jobs(), st.data())
-def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: st.DataObject) -> None:
+def another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], draw: DrawFn) -> None:
     on, work = world
-    at = data.draw(st.integers(0, len(on.nodes) - 1))
+    at = draw(st.integers(0, len(on.nodes) - 1))
     chosen = on.nodes[at]
     more = replace(on, nodes=(*on.nodes[:at], replace(chosen, gpus=chosen.gpus + 1), *on.nodes[at + 1 :]))
     another = replace(on, nodes=(*on.nodes, replace(chosen, name="another", gpu=ideal_gpu("V100-16GB-SXM"))))
@@ -384,10 +383,9 @@ def test_another_gpu_or_node_never_raises_it(world: tuple[Cluster, Job], data: s
     assert bound(another, work).iteration_s <= least
 
 
-@settings(max_examples=15, deadline=None)
-@given(jobs(), st.sampled_from((1.1, 3.0, 100.0)))
-def test_faster_links_never_raise_it(world: tuple[Cluster, Job], factor: float) -> None:
+def faster_links_never_raise_it(world: tuple[Cluster, Job], draw: DrawFn) -> None:
     on, work = world
+    factor = draw(st.sampled_from((1.1, 3.0, 100.0)))
     nodes = tuple(
         replace(n, nic=replace(n.nic, bandwidth_bytes_per_s=n.nic.bandwidth_bytes_per_s * factor)) for n in on.nodes if n.nic
     )
@@ -395,12 +393,30 @@ def test_faster_links_never_raise_it(world: tuple[Cluster, Job], factor: float) 
     assert bound(replace(on, nodes=nodes, wan=wan), work).iteration_s <= bound(on, work).iteration_s * CLOSE
 
 
-@settings(max_examples=15, deadline=None)
-@given(jobs(), st.integers(1, 40))
-def test_a_larger_batch_never_lowers_it(world: tuple[Cluster, Job], more: int) -> None:
+def a_larger_batch_never_lowers_it(world: tuple[Cluster, Job], draw: DrawFn) -> None:
     on, work = world
-    larger = replace(work, global_batch=work.global_batch + more)
+    larger = replace(work, global_batch=work.global_batch + draw(st.integers(1, 40)))
     assert bound(on, larger).iteration_s >= bound(on, work).iteration_s / CLOSE
+
+
+Law = Callable[[tuple[Cluster, Job], DrawFn], None]
+LAWS: tuple[Law, ...] = (another_gpu_or_node_never_raises_it, faster_links_never_raise_it, a_larger_batch_never_lowers_it)
+laws = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+
+
+@laws
+@settings(max_examples=6, deadline=None)
+@given(world=jobs(), data=st.data())
+def test_the_bound_obeys_a_law(law: Law, world: tuple[Cluster, Job], data: st.DataObject) -> None:
+    law(world, data.draw)
+
+
+@pytest.mark.slow
+@laws
+@settings(max_examples=100, deadline=None)
+@given(world=jobs(), data=st.data())
+def test_the_bound_obeys_a_law_in_many_worlds(law: Law, world: tuple[Cluster, Job], data: st.DataObject) -> None:
+    law(world, data.draw)
 
 
 def test_gradients_in_fp32_never_lower_it() -> None:
