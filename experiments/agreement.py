@@ -43,7 +43,7 @@ class Comparison:
     assumed: bool = False
     """Whether something decisive is unpublished, so that the best feasible value was taken: averaged apart."""
     assumptions: tuple[str, ...] = ()
-    """All that its row does not tell and that was taken for it, as 'vocab 50257'."""
+    """All that its row does not tell and that was taken for it, as 'vocab 50257', and cells that were disregarded."""
     table: str = ""
     """The table of the source that it stands in."""
     schedule: str = ""

@@ -24,6 +24,10 @@ CUTS = ("even", "ends", "late", "nanotron", "redistribute")
 NODE_RATES = ("nominal", "measured")
 MEMORY_UNITS = {"GB": 1e9, "GiB": 2.0**30}
 MEMORY_COUNTS = ("total", "reserved", "allocated")
+DISREGARDABLE = ("precision", "recompute", "schedule", "sequence_parallel", "vocab", "zero_stage_or_fsdp")
+"""Columns for whose cells something always stands in."""
+DISREGARDED = "is disregarded"
+"""How what was taken for a run (`Modelled.assumed`) tells of a cell that it has, and that is not believed."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Assumption:
     memory_unit_bytes: float
     memory_counts: str
     """Which property of `sim.cost.memory.MemoryParts` a published peak is."""
+    disregarded: tuple[str, ...]
+    """Columns whose cells count as empty, for what was measured contradicts them."""
     not_modelled: str | None
 
 
@@ -94,7 +100,7 @@ class Assumptions:
     sources: Mapping[str, Mapping[str, Any]]
     where: str = "assumptions.yaml"
     """The file, for errors."""
-    _known: dict[tuple[Any, ...], Assumption] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[Any, ...], Assumption] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, run: Run) -> Assumption:
         """What is assumed for a run: its model's family or shape, the default, its source's entry, exceptions that hold for it.
@@ -262,10 +268,20 @@ def _assumption(table: Table, model: Mapping[str, Any], reasons: tuple[str, ...]
         step_s=table.quantity("step", "time", None, zero=True),
         memory_unit_bytes=MEMORY_UNITS[table.choice("memory_unit", MEMORY_UNITS)],
         memory_counts=table.choice("memory_counts", MEMORY_COUNTS),
+        disregarded=_columns(table, "disregarded"),
         not_modelled=none_or(table.text, "not_modelled"),
     )
     table.close()
     return found
+
+
+def _columns(table: Table, key: str) -> tuple[str, ...]:
+    """A list of columns of which something may stand in for every cell."""
+    columns = table.items(key)
+    for column in columns:
+        if column not in DISREGARDABLE:
+            raise table.error(key, f"expected a list of columns, each one of {', '.join(DISREGARDABLE)}, but got {column!r}")
+    return tuple(columns)
 
 
 def _by_kind(table: Table, key: str, read: Any) -> tuple[tuple[str, Any], ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from experiments.assumptions import Assumption, Assumptions
+from experiments.assumptions import DISREGARDED, Assumption, Assumptions
 from experiments.published_rows import Run, gpu_parts
 from sim.spec.cluster import MOST_GPUS, PCIE_BYTES_PER_S, Cluster, Fabric, Intra, Nic, Node, links
 from sim.spec.counts import RECOMPUTE, head_forward_flop, layer_forward_flop, total_parameters
@@ -39,7 +39,7 @@ class Modelled:
     plan: Plan
     cluster: Cluster
     assumed: tuple[str, ...]
-    """What the row does not say and is assumed, as 'vocab 50257'."""
+    """What the row does not say and is assumed, as 'vocab 50257', and what it says that is not believed."""
     candidates: tuple[Plan, ...]
 
 
@@ -79,8 +79,10 @@ class _Row:
     """One run while it is being modelled: its cells, what stands in for those that are empty, and a list of these."""
 
     def __init__(self, run: Run, assumption: Assumption) -> None:
-        self.run, self.assumption = run, assumption
-        self.assumed: list[str] = []
+        cells = {column: getattr(run, column) for column in assumption.disregarded if getattr(run, column) is not None}
+        emptied: dict[str, Any] = dict.fromkeys(cells)
+        self.run, self.assumption = replace(run, **emptied), assumption
+        self.assumed = [f"{column} {cell} {DISREGARDED}" for column, cell in cells.items()]
         self.gpus = self._gpus()
         if missing := [name for name in MUST_BE_PUBLISHED if getattr(run, name) is None]:
             raise _Refused(", ".join(missing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from experiments.agreement import MEMORY, TIME, Comparison, FitCheck, fit_summary, summary
 from experiments.alternatives import Alternative
+from experiments.assumptions import DISREGARDED
 from experiments.explain import Effect, Explanation, OneMore
 from experiments.measured import RunReport
 from experiments.repeats import Spread
@@ -698,6 +700,7 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
     found.append(
         ("Runs of which the micro-batch or the interleaving is not published, at the best that fits", assumed_cells(summaries))
     )
+    found.append(("Cells that are disregarded, for what was measured contradicts them", disregarded_cells(told.held_out)))
     found.append(("Order of runs that differ in their schedules only, and by more than 3 % of time", pairs_cells(summaries)))
     found.append(("What is said of the memory of runs that ran and that failed", fit_cells(told.held_out_checks)))
     title, cells = run_cells(told.held_out)
@@ -774,6 +777,13 @@ def assumed_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
         for quantity, figures in told["assumed"].items()
     ]
     return [("source", "compared in", "runs", *_ERRORS), *rows]
+
+
+def disregarded_cells(comparisons: Iterable[Comparison]) -> Cells:
+    """A row per source and text of a cell that was not believed."""
+    taken = {(c.id, c.source_key, text) for c in comparisons for text in c.assumptions if text.endswith(DISREGARDED)}
+    counts = Counter((source, text.removesuffix(f" {DISREGARDED}")) for _, source, text in taken)
+    return [("source", "cell", "runs"), *((source, text, str(count)) for (source, text), count in sorted(counts.items()))]
 
 
 def pairs_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:

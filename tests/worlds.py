@@ -110,6 +110,10 @@ class GivenCost:
         """None of them."""
         return 0.0
 
+    def filled_s(self, lane: Lane, instruction: Compute, exposed_s: float) -> float:
+        """None of them."""
+        return 0.0
+
     def once_s(self, lane: Lane, instruction: Compute | OptimizerStep) -> float:
         """None of them."""
         return 0.0

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from sim.cost.collectives import RING_STEPS, across_lanes, between_lanes, collective, dispatch, ring_exchange
-from sim.cost.compute import INNER_GROUPS, ComputeCost, Inside, TensorCollective, busy_s
+from sim.cost.compute import INNER_GROUPS, ComputeCost, Inside, TensorCollective, busy_s, filled_s
 from sim.cost.network import NOTHING, Network, Transfer, at_once, scaled, together
 from sim.spec.cluster import Cluster
 from sim.spec.counts import (
@@ -81,11 +81,11 @@ def work(
 ) -> Work:
     """What one instruction of a lane takes; `known` may be given where `inner` was asked before.
 
-    Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation, and as much of the rest
-    as fits where the GPU waits for the host. Each but the last of the steps that context ranks attend in hides the next one's
-    keys and values: what of their transfer takes longer is exposed, and so are the last step of their gradients, and what the
-    steps of rings over nodes take longer. Nothing hides what goes to experts and back. Where messages keep a stage, their
-    seconds are in those of the instructions that they come before and after.
+    Of the collectives of tensor ranks the share that the stack overlaps hides behind the computation; the rest is work of the
+    GPU as its kernels are, and costs little where the host is behind with all of it. Each but the last of the steps that context
+    ranks attend in hides the next one's keys and values: what of their transfer takes longer is exposed, and so are the last
+    step of their gradients, and what the steps of rings over nodes take longer. Nothing hides what goes to experts and back.
+    Where messages keep a stage, their seconds are in those of the instructions that they come before and after.
     """
     seconds = computing_s(network, cost, lane, instruction)
     transfers = known if known is not None else inner(network, cost, lane, instruction)
@@ -125,15 +125,13 @@ def hidden_shares(cost: ComputeCost, lane: Lane, instruction: Compute, tensor_s:
     `tensor_s` and `context_s`: what these collectives take alone; see `work`.
     """
     hidden = min(cost.beside_ring(lane, instruction), cost.beside_ring_s(lane, instruction) / context_s) if context_s else 0.0
-    return _overlapped(cost.stack, tensor_s, cost.gap_s(lane, instruction) if tensor_s else 0.0), hidden
+    exposed_s = (1 - cost.stack.tensor_overlap) * tensor_s
+    return _overlapped(cost.stack, tensor_s, cost.filled_s(lane, instruction, exposed_s) if exposed_s else 0.0), hidden
 
 
-def _overlapped(stack: Stack, tensor_s: float, gap_s: float) -> float:
-    """The share that hides of the collectives of tensor ranks, where the GPU waits for the host for so many seconds."""
-    exposed_s = (1 - stack.tensor_overlap) * tensor_s
-    if exposed_s and gap_s:
-        return stack.tensor_overlap + (1 - stack.tensor_overlap) * min(1.0, gap_s / exposed_s)
-    return stack.tensor_overlap
+def _overlapped(stack: Stack, tensor_s: float, filled_s: float) -> float:
+    """The share that hides of the collectives of tensor ranks, of whose exposed seconds so many pass while the host is behind."""
+    return min(1.0, stack.tensor_overlap + filled_s / tensor_s) if filled_s else stack.tensor_overlap
 
 
 def filled_gap_s(network: Network, cost: ComputeCost, lane: Lane, instruction: Compute) -> float:
@@ -145,7 +143,7 @@ def filled_gap_s(network: Network, cost: ComputeCost, lane: Lane, instruction: C
     if not tensor:
         return 0.0
     alone_s = network.alone_s(_slowed(network, cost.stack, tensor))
-    return min((1 - cost.stack.tensor_overlap) * alone_s, cost.gap_s(lane, instruction))
+    return cost.filled_s(lane, instruction, (1 - cost.stack.tensor_overlap) * alone_s)
 
 
 @dataclass(frozen=True)
@@ -180,12 +178,13 @@ class Growth:
         device_s = of(self.device_s)
         if beside_exchange:
             device_s *= 1 + self.stack.overlap_slowdown
-        seconds = busy_s(device_s, of(self.host_s)) if any(self.host_s) else device_s
-        gap_s, seconds = seconds - device_s, seconds + once * self.once_s
+        host_s = of(self.host_s) if any(self.host_s) else 0.0
+        seconds = busy_s(device_s, host_s) + once * self.once_s
         if not self.links_s:
             return seconds, 0.0
         tensor_s = of(self.latency_s) + max([of(row) for row in self.links_s])
-        overlapped = _overlapped(self.stack, tensor_s, gap_s)
+        exposed_s = (1 - self.stack.tensor_overlap) * tensor_s
+        overlapped = _overlapped(self.stack, tensor_s, filled_s(device_s, host_s, exposed_s))
         after_s = (1 - overlapped) * tensor_s
         return max(seconds, overlapped * tensor_s) + after_s, after_s
 

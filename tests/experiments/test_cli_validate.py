@@ -131,6 +131,15 @@ def test_a_source_with_times_and_rates_has_a_row_for_each(motley: Motley, world:
         assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity.replace('_', ' ')})", "", "", "1"] in rows
 
 
+def test_cells_that_are_disregarded_are_counted(motley: Motley, world: World, runs: str) -> None:
+    ran = motley("validate", "--runs", runs, "--json", world.folder / "out.json", "--jobs", 1)
+    lines = ran.out[ran.out.index("Cells that are disregarded") :].splitlines()
+    assert [line.split() for line in lines[:9] if "full" in line] == [["vtrain_single", "recompute", "full", "3"]]
+    rows = json.loads((world.folder / "out.json").read_text())["runs"]
+    told = {row["id"] for row in rows if "recompute full is disregarded" in row["assumptions"]}
+    assert told == {"v-1", "v-2", "v-3"}
+
+
 def test_few_runs_stand_one_by_one_and_of_many_those_farthest_off(motley: Motley, world: World) -> None:
     rows = [f"v-{n},vtrain_single,t,{SHAPE},1,1,8,full,fp16,{0.1 * n:.1f},," for n in range(1, 42)]
     few = motley("validate", "--runs", world.write("few.csv", "\n".join([COLUMNS, *rows[:3]]) + "\n"), "--jobs", 1).out

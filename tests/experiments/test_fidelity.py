@@ -221,7 +221,7 @@ def test_only_failures_that_can_be_nothing_else_are_for_memory(failure: str, exp
 
 
 def test_flop_are_counted_as_the_publications_formulas_say() -> None:
-    world = modelled(replace(GPT_22B, tp=1, pp=1, dp=8), read_assumptions())
+    world = modelled(replace(GPT_22B, source_key="vtrain_multi", tp=1, pp=1, dp=8), read_assumptions())
     assert isinstance(world, Modelled)
     B, s, l, h = 16, 1024, 4, 1024  # noqa: E741
     V = world.plan.transformer.padded_vocab or world.plan.transformer.vocab

@@ -467,7 +467,8 @@ def test_the_overlap_of_tensor_collectives_is_found_where_there_are_some() -> No
 
 @pytest.mark.parametrize(("node_scale", "scale"), [(1.1, 0.3), (0.3, 0.9)])
 def test_the_rates_of_collectives_inside_a_node_and_across_are_told_apart(node_scale: float, scale: float) -> None:
-    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (2, 4, 8, 16, 32) for batch in (2, 4, 8, 16)]
+    # Micro-batches so large that the GPU is what is waited for: where the host is, collectives cost little.
+    shapes = [(4, 2048, 2048, (tp, 1, 1), (batch, 4 * batch)) for tp in (2, 4, 8, 16, 32) for batch in (4, 8, 16, 32)]
     true = replace(USUAL, node_collective_scale=node_scale, collective_scale=scale)
     found = fitted(timed(true, shapes))
     assert found.stack.node_collective_scale == pytest.approx(node_scale, rel=0.15)

@@ -781,6 +781,30 @@ def test_a_source_may_have_steps_of_its_own_between_nodes(tmp_path: Path) -> Non
         read_assumptions(path)
 
 
+def test_cells_that_a_source_disregards_count_as_empty_and_are_told() -> None:
+    def of(run: Run) -> Modelled:
+        return made(run, replace(ASSUMED, sources={"own": {**ASSUMED.default, "disregarded": ["precision", "recompute"]}}))
+
+    told = replace(SMALL, recompute="full", precision="fp16")
+    assert (
+        of(told).plan
+        == of(replace(told, recompute=None, precision=None)).plan
+        == made(replace(told, recompute="none", precision="bf16")).plan
+    )
+    assert made(told).plan.pipelines[0].stages[0].recompute == "full"
+    assert of(told).assumed[:2] == ("precision fp16 is disregarded", "recompute full is disregarded")
+    assert {"precision bf16", "recompute none"} <= set(of(told).assumed)
+    assert not any("disregarded" in text for text in of(replace(told, recompute=None, precision=None)).assumed)
+
+
+def test_layers_of_a_single_node_of_vtrain_were_not_recomputed() -> None:
+    def modes(source: str) -> set[str]:
+        plans = [made(run).plan for run in RUNS.values() if run.source_key == source and run.recompute == "full"]
+        return {stage.recompute for plan in plans for pipeline in plan.pipelines for stage in pipeline.stages}
+
+    assert (modes("vtrain_single"), modes("vtrain_multi")) == ({"none"}, {"full"})
+
+
 def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
     text = (DATA / "assumptions.yaml").read_text()
     for number, (old, new, line) in enumerate(
@@ -789,6 +813,8 @@ def test_a_wrong_assumption_is_told_in_one_line(tmp_path: Path) -> None:
             ("cuts: late", "cuts: early", "cuts: expected one of even, ends, late, nanotron, redistribute"),
             ("vocab_multiple: 128\n  precision", "vocab_multiples: 128\n  precision", "vocab_multiple: is missing"),
             ("when: {framework: [nanotron]}", "when: {frame: [nanotron]}", "frame: unknown column; did you mean framework?"),
+            ("disregarded: [recompute]", "disregarded: [tp]", "disregarded: expected a list of columns, each one of precision, "),
+            ("disregarded: [recompute]", "disregarded: recompute", "disregarded: expected a list, but got 'recompute'"),
         ]
     ):
         path = tmp_path / f"assumptions-{number}.yaml"

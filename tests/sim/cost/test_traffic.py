@@ -14,7 +14,7 @@ from sim.cost.compute import HOST_BYTES_PER_S, ComputeCost, Inside, TensorCollec
 from sim.cost.estimate import Estimate
 from sim.cost.estimates import Estimates
 from sim.cost.network import Network, Transfer, together
-from sim.cost.traffic import Work, exchange, growth, message, ring_steps_s, sum_of_shards, work
+from sim.cost.traffic import Work, exchange, filled_gap_s, growth, message, ring_steps_s, sum_of_shards, work
 from sim.engine import simulate
 from sim.spec.cluster import Cluster, Intra
 from sim.spec.compile import compile_plan
@@ -215,40 +215,38 @@ def test_exchanges_of_gradients_have_the_rate_of_the_wires_that_they_go_over(oth
 
 
 @pytest.mark.parametrize(
-    ("gap_s", "overlap", "beside_s", "after_s"),
+    ("host_s", "overlap", "after_s"),
     [
-        # compute |-- GPU, 6 s --|- waits -|            collectives of 4 s: one fits where the GPU waits a second, three follow
-        # links                            |---|
-        (0.0, 0.0, 0.0, 4.0),
-        (1.0, 0.0, 1.0, 3.0),
-        (4.0, 0.0, 4.0, 0.0),
-        (9.0, 0.0, 4.0, 0.0),
-        # Of half of them that hide behind the GPU's work already, only the other half looks for a place.
-        (1.0, 0.5, 3.0, 1.0),
-        (2.0, 0.5, 4.0, 0.0),
-        (1.0, 1.0, 4.0, 0.0),
+        # compute |-- GPU, 6 s --|- waits -|            with collectives of 4 s the GPU works 10 s, whatever of the host is longer
+        # links                          |-----|
+        (0.0, 0.0, 4.0),
+        (513 ** (1 / 3), 0.0, 1513 ** (1 / 3) - 9),  # 216 + 513 are the cube of 9 s; 1000 + 513
+        (784 ** (1 / 3), 0.0, 1784 ** (1 / 3) - 10),
+        (1e4, 0.0, 0.0),
+        # Of half of them that hide behind the GPU's work already, only the other half is the GPU's: 8 s, and their cube 512.
+        (513 ** (1 / 3), 0.5, 1025 ** (1 / 3) - 9),
+        (0.0, 0.5, 2.0),
+        (513 ** (1 / 3), 1.0, 0.0),
     ],
 )
-def test_tensor_collectives_vanish_where_the_gpu_waits_until_that_is_full(
-    gap_s: float, overlap: float, beside_s: float, after_s: float
-) -> None:
+def test_tensor_collectives_are_work_of_a_gpu_that_waits_for_its_host(host_s: float, overlap: float, after_s: float) -> None:
     given = plan(["n0/0 n1/0"])
-    cluster = world(2, stack=Stack("test", tensor_overlap=overlap))
+    cluster = world(2, stack=Stack("test", tensor_overlap=overlap, host_s=1e-9))
     lane, network = compile_plan(given).lanes[0], Network(cluster)
 
     class Given(ComputeCost):
-        def seconds(self, lane: Lane, instruction: object) -> float:
-            return 6.0 + gap_s
-
-        def gap_s(self, lane: Lane, instruction: object) -> float:
-            return gap_s
+        def _device_and_host_s(self, lane: Lane, instruction: object) -> tuple[float, float]:
+            return 6.0, host_s
 
         def collectives(self, lane: Lane, instruction: object) -> tuple[TensorCollective, ...]:
             return (TensorCollective("all_gather", 8 * RATE, 1),)  # a half of it goes over each card
 
-    found = work(network, Given(given, cluster), lane, Forward(0, (0, LAYERS)))
-    assert (network.alone_s(found.beside), network.alone_s(found.after)) == pytest.approx((beside_s, after_s))
-    assert found.alone_s(network) == pytest.approx(6 + gap_s + after_s)
+    cost = Given(given, cluster)
+    found, forward = work(network, cost, lane, Forward(0, (0, LAYERS))), Forward(0, (0, LAYERS))
+    assert (network.alone_s(found.beside), network.alone_s(found.after)) == pytest.approx((4 - after_s, after_s), abs=1e-4)
+    assert found.alone_s(network) == pytest.approx((216 + host_s**3) ** (1 / 3) + after_s)
+    assert filled_gap_s(network, cost, lane, forward) == pytest.approx(4 * (1 - overlap) - after_s, abs=1e-4)
+    assert filled_gap_s(network, cost, lane, forward) <= cost.gap_s(lane, forward) + 1e-12
 
 
 def test_keys_and_values_and_tokens_on_their_way_to_experts_find_no_place_there() -> None:
@@ -260,10 +258,10 @@ def test_keys_and_values_and_tokens_on_their_way_to_experts_find_no_place_there(
 
 @pytest.mark.parametrize("instruction", [Forward(0, (0, LAYERS)), Backward(0, (0, LAYERS)), BackwardInput(0, (0, LAYERS))])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_ranks_take_as_long_as_the_host_or_as_computation_and_collectives(
+def test_tensor_ranks_take_as_long_as_the_host_and_as_computation_and_collectives(
     instruction: Compute, sequence_parallel: bool
 ) -> None:
-    # The GPU has done its work, and its links theirs, one after the other; or the host has launched it all, beside that work.
+    # The GPU does its work, and its links theirs, one after the other, while the host launches all of it.
     given, cluster = plan(["n0/0 n1/0"], sequence_parallel=sequence_parallel), world(2, latency_s=1e-6)
     network, lane = Network(cluster), compile_plan(given).lanes[0]
     quick = ComputeCost(given, cluster)
@@ -282,12 +280,9 @@ def test_tensor_ranks_take_as_long_as_the_host_or_as_computation_and_collectives
         slow = ComputeCost(given, cluster, stack=Stack("slow", host_s=host_s / launched))
         return work(network, slow, lane, instruction).alone_s(network)
 
-    # Their cubes add up, so that a host which leaves a GPU of 1 s busy for 2 s takes the cube root of 7.
-    for least_s in (device_s * 1.001, (device_s + both_s) / 2, both_s * 0.999, both_s * 1.001, both_s * 2, both_s * 5):
-        host_s = (least_s**3 - device_s**3) ** (1 / 3)
-        assert found(host_s) == pytest.approx(max(both_s, least_s), rel=1e-12)
-    # A host of the GPU's own seconds.
-    assert found(device_s) == pytest.approx(max(both_s, 1.259921049894873 * device_s), rel=1e-12)
+    # Their cubes add up, those of the host's seconds and of all that the GPU and its links do.
+    for host_s in (0.0, device_s / 2, device_s, both_s, 2 * both_s, 50 * both_s):
+        assert found(host_s) == pytest.approx((both_s**3 + host_s**3) ** (1 / 3), rel=1e-12)
 
 
 SLOW_HOST = Stack(
