@@ -43,9 +43,9 @@ def worlds(runs: Iterable[Run]) -> list[Modelled]:
     return [world for world in found if isinstance(world, Modelled)]
 
 
-def fitted(name: str, recompute: str) -> str:
-    """The constants that fit a table, as the text of their file."""
-    return fit(table(name, recompute), (), 0, 0.0, processes=1).constants_text
+def fitted(task: tuple[str, str]) -> str:
+    """The constants that fit a table, so recomputed, as the text of their file."""
+    return fit(table(*task), (), 0, 0.0, processes=1).constants_text
 
 
 def missed(constants: Constants, runs: Iterable[Run]) -> tuple[float, float, float]:
@@ -57,16 +57,12 @@ def missed(constants: Constants, runs: Iterable[Run]) -> tuple[float, float, flo
     return 100 * float(absolute.mean()), 100 * float(np.median(absolute)), 100 * float(np.mean(errors))
 
 
-def _fitted(task: tuple[str, str]) -> str:
-    return fitted(*task)
-
-
 def main() -> None:
     """Nothing; see the head of the file."""
     parser = argparse.ArgumentParser(description="Which of vTrain's runs recomputed their layers.")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    texts, _ = in_processes(_fitted, FITS)
+    texts, _ = in_processes(fitted, FITS)
     headings = "".join(f"{heading:>10s}" for heading in ("mean", "median", "bias"))
     lines = [
         "Megatron-DeepSpeed's record fitted on one of vTrain's tables; relative errors of both, %",
