@@ -8,12 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from partition import parallel
 from partition.parallel import beside, side_by_side, team
+
+
+@pytest.fixture(autouse=True)
+def _all_processes_end() -> Iterator[None]:
+    """No process that a test begins outlives it; workers of the runtime's tests may be alive beside."""
+    others = set(multiprocessing.active_children())
+    yield
+    assert set(multiprocessing.active_children()) <= others
 
 
 def nothing() -> None: ...
@@ -95,7 +104,6 @@ def test_what_the_function_raises_is_raised_here(cores: int, monkeypatch: pytest
     assert [next(answers), next(answers)] == [0, 1]
     with pytest.raises(Ended, match="no"):
         list(answers)
-    assert multiprocessing.active_children() == []
 
 
 def test_a_process_that_dies_is_told_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +116,6 @@ def test_a_process_that_dies_is_told_and_ends_the_others(monkeypatch: pytest.Mon
 
     with pytest.raises(ChildProcessError, match="a process beside this one died"):
         list(side_by_side(work, range(3), nothing))
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("rounds", [15, pytest.param(100, marks=pytest.mark.slow)])
@@ -119,7 +126,6 @@ def test_processes_that_are_ended_while_they_answer_keep_nobody_waiting(rounds: 
         answers = side_by_side(lambda _: large, range(6), nothing)
         assert next(answers) == large
         answers.close()  # type: ignore[attr-defined]  # it is a generator
-    assert multiprocessing.active_children() == []
 
 
 SCRIPT = """
