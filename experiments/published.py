@@ -293,13 +293,21 @@ class _Row:
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
         if "interleaved" in text or text == "1f1b-i":
-            options = tuple(v for v in options if v > 1)
-            if not options:
-                raise _Refused("vpp")
-            return "interleaved", options
+            found = tuple(v for v in options if v > 1) or self._chunk_counts()
+            if len(found) == 1:
+                self._note(f"vpp {found[0]}")
+            return "interleaved", found
         if "1f1b" not in text:
             raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         return "interleaved", (1,) if run.schedule is not None else options
+
+    def _chunk_counts(self) -> tuple[int, ...]:
+        """How many chunks of equal numbers of layers a stage that interleaves may have. Raises _Refused where that is none."""
+        layers = self.transformer.layers
+        found = tuple(v for v in range(2, min(layers // self.pp, _MOST_CHUNKS) + 1) if layers % (self.pp * v) == 0)
+        if not found:
+            raise _Refused(f"vpp, which is not published: {layers} layers over pp {self.pp} have no equal chunks")
+        return found
 
     def _one_chunk(self, schedule: str) -> tuple[str, tuple[int, ...]]:
         """A schedule whose stages have one chunk of layers each."""
@@ -538,6 +546,9 @@ _PCIE_GENERATION = re.compile(
     r"pci[ -]?e(?:xpress)?[ :(.-]*(?:v|gen(?:eration)?)?[ .-]*([345])(?:\.0)?(?![\d.]| *(?:gb|switch|node|card))"
 )
 """What a link by PCIe is called where its generation is told: PCIe 4.0, pcie gen3, PCIe4."""
+
+_MOST_CHUNKS = 12
+"""The most chunks of layers a stage that are tried where a row does not tell them; of the 115 shipped runs that do 109 have no more."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
 """The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""

@@ -234,7 +234,8 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"schedule": "DualPipe"},
          "schedule 'DualPipe'; accepted: gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
          "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
-        ({"schedule": "interleaved 1F1B"}, "vpp"),
+        ({"schedule": "interleaved 1F1B", "num_layers": 4},
+         "vpp, which is not published: 4 layers over pp 4 have no equal chunks"),
         ({"precision": "int4"}, "precision 'int4'; accepted: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4"),
         (
             {"recompute": "some"},
@@ -622,6 +623,18 @@ def test_a_node_has_the_rate_that_is_published_however_many_gpus_share_a_card(gp
     found = made(replace(SMALL, **told, tp=1, pp=1, micro_batch=1, global_batch=2 * per_node, inter_node_GBps_per_node=25.0))  # type: ignore[arg-type]
     rates = [node.nic.bandwidth_bytes_per_s * node.nic.count for node in found.cluster.nodes if node.nic]
     assert rates == pytest.approx([25e9, 25e9])
+
+
+def test_stages_that_interleave_by_an_unpublished_number_are_tried_with_all_that_divide_the_layers() -> None:
+    def chunks(layers: int) -> tuple[list[int], list[str]]:
+        found = made(replace(SMALL, schedule="interleaved 1F1B", num_layers=layers))
+        assert all(plan.schedule == "interleaved" for plan in found.candidates)
+        counts = [len(plan.pipelines[0].stages[0].layers) for plan in found.candidates]
+        return counts, [line for line in found.assumed if line.startswith("vpp")]
+
+    assert chunks(48) == ([2, 3, 4, 6, 12], ["vpp one of 2, 3, 4, 6, 12"])
+    assert chunks(8) == ([2], ["vpp 2"])
+    assert chunks(4 * 14) == ([2, 7], ["vpp one of 2, 7"])  # 14 chunks of a layer each are more than anybody has
 
 
 def test_what_is_assumed_of_a_kind_it_can_do() -> None:
