@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -108,10 +108,12 @@ class TableRanking:
     table: str
     count: int
     kendall_tau: float
+    varies_parallelisation: bool
+    """Whether its rows differ in their degrees or in how states are shared, and not in sizes, replicas and the like alone."""
 
 
 def table_rankings(comparisons: Iterable[Comparison]) -> list[TableRanking]:
-    """The ranking of every table that varies the parallelisation and has at least LEAST_RANKED rows with a prediction.
+    """The ranking of every table that has at least LEAST_RANKED rows with a prediction.
 
     All comparisons are of one quantity. A table whose measured figures are all equal has no order, and is left out.
     """
@@ -123,15 +125,19 @@ def table_rankings(comparisons: Iterable[Comparison]) -> list[TableRanking]:
             tables.setdefault((c.source_key, c.table), []).append(c)
     rankings = []
     for (source, table), rows in tables.items():
-        if len(rows) >= LEAST_RANKED and len({c.parallelisation for c in rows}) > 1:
+        if len(rows) >= LEAST_RANKED:
             tau = float(kendalltau([c.predicted for c in rows], [c.measured for c in rows]).statistic)
             if tau == tau:  # scipy's answer is not a number where one side has no order
-                rankings.append(TableRanking(source, table, len(rows), tau))
+                rankings.append(TableRanking(source, table, len(rows), tau, len({c.parallelisation for c in rows}) > 1))
     return rankings
 
 
 def kendall_tau(rankings: Sequence[TableRanking]) -> float | None:
-    """The mean of the tables' correlations, each weighted by its pairs of rows; None without tables."""
+    """The mean of the correlations of the tables that vary the parallelisation, each weighted by its pairs of rows.
+
+    Where none does, of all tables; None without tables.
+    """
+    rankings = [ranking for ranking in rankings if ranking.varies_parallelisation] or rankings
     pairs = [ranking.count * (ranking.count - 1) / 2 for ranking in rankings]
     return sum(n * ranking.kendall_tau for n, ranking in zip(pairs, rankings, strict=True)) / sum(pairs) if pairs else None
 
@@ -214,20 +220,24 @@ def fit_summary(checks: Iterable[FitCheck]) -> dict[str, Any]:
 def summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """What is told of one source, or of all together, as it stands in the JSON file.
 
-    The statistics at the top are those of one quantity, named: iteration times, or where there are none, the first of SPEEDS, or
-    memory. `quantities` has those of each, `assumed` those of the runs that stand apart, which are in nothing else.
+    The statistics at the top are those of the one speed that all runs are compared by, named; where there are several, of the
+    iteration times that they say; and where there is none, of memory. `quantities` has those of each, `assumed` those of the runs
+    that stand apart, which are in nothing else.
     """
     certain = [c for c in comparisons if not c.assumed]
     quantities = _by_quantity(certain)
-    headline = next((q for q in (*SPEEDS, MEMORY) if q in quantities), None)
-    shown = [c for c in certain if c.quantity == headline]
+    speeds = [q for q in SPEEDS if q in quantities]
+    headline = TIME if len(speeds) > 1 else next((q for q in (*speeds, MEMORY) if q in quantities), None)
+    in_seconds = [_in_seconds(c) for c in certain if c.quantity in speeds]
+    shown = in_seconds if headline == TIME else _of(headline, certain)
+    figures = statistics(shown)
     rankings = table_rankings(shown)
-    pairs = schedule_pairs(c for c in certain if c.quantity == TIME)
+    pairs = schedule_pairs(in_seconds)
     runs = {c.id for c in comparisons}
     modelled = {c.id for c in comparisons if c.predicted is not None}
     return {
         "quantity": headline,
-        **(quantities[headline] if headline is not None else {"count": 0, **NO_STATISTICS}),
+        **(asdict(figures) if figures is not None else {"count": 0, **NO_STATISTICS}),
         "kendall_tau": kendall_tau(rankings),
         "runs": len(runs),
         "modelled": len(modelled),
@@ -241,9 +251,21 @@ def summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
+def _of(quantity: str | None, comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons of one quantity."""
+    return [c for c in comparisons if c.quantity == quantity]
+
+
+def _in_seconds(comparison: Comparison) -> Comparison:
+    """The comparison of the iteration times that a predicted and a measured speed say."""
+    if comparison.quantity == TIME:
+        return comparison
+    return replace(comparison, quantity=TIME, predicted=comparison.predicted_s, measured=comparison.measured_s)
+
+
 def _by_quantity(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     """The statistics of each quantity that has any."""
-    found = {q: statistics(c for c in comparisons if c.quantity == q) for q in (*SPEEDS, MEMORY)}
+    found = {q: statistics(_of(q, comparisons)) for q in (*SPEEDS, MEMORY)}
     return {quantity: asdict(figures) for quantity, figures in found.items() if figures is not None}
 
 

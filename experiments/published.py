@@ -548,7 +548,8 @@ _PCIE_GENERATION = re.compile(
 """What a link by PCIe is called where its generation is told: PCIe 4.0, pcie gen3, PCIe4."""
 
 _MOST_CHUNKS = 12
-"""The most chunks of layers a stage that are tried where a row does not tell them; of the 115 shipped runs that do 109 have no more."""
+"""The most chunks of layers a stage that are tried where a row does not tell them; of 115 shipped runs that do, 109 have no
+more."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
 """The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""

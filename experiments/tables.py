@@ -712,8 +712,9 @@ def fidelity_cells(told: Replay) -> list[tuple[str, Cells]]:
 def source_cells(summaries: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any]) -> Cells:
     """A row per source, that with most compared runs first, and one of all together; errors are absolute, but for the bias.
 
-    Errors that are not those of iteration times say of what they are; a source with several speeds has a row for each. Memory has
-    columns of its own. Those of tau and of memory are there where some source has it.
+    Errors that are not those of iteration times say of what they are; a source with several speeds has a row of the iteration
+    times that they say, and one for each. Memory has columns of its own. Those of tau and of memory are there where some source
+    has it.
     """
     headings = (
         "source",
@@ -754,9 +755,9 @@ def _source_rows(source: str, told: Mapping[str, Any]) -> list[tuple[str, ...]]:
         _points(memory.get("mean_absolute_relative_error")),
         _points(memory.get("median_absolute_relative_error")),
     )
-    others = [(other, found) for other, found in told["quantities"].items() if other not in (quantity, MEMORY)]
-    rates = ((f"{source} ({_in_words(q)})", "", "", str(found["count"]), *_errors(found), "", "", "", "") for q, found in others)
-    return [first, *rates]
+    speeds = [(speed, found) for speed, found in told["quantities"].items() if speed != MEMORY]
+    rows = [(f"{source} ({_in_words(q)})", "", "", str(found["count"]), *_errors(found), "", "", "", "") for q, found in speeds]
+    return [first, *(rows if len(rows) > 1 else [])]
 
 
 def _errors(figures: Mapping[str, Any]) -> Iterator[str]:

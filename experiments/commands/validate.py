@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.agreement import MEMORY, TIME, summary
 from experiments.commands.options import ConstantsFile, whole_number
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
 from experiments.judges import ESTIMATE
-from experiments.output import outputs
+from experiments.output import Outputs, outputs
 from experiments.progress import count_progress
 from experiments.tables import cells_markdown, cells_table, fidelity_cells
 from sim.spec.reading import InputError, nearest, read_text
@@ -197,6 +198,13 @@ def validate(
     if interrupted:
         raise _interrupted()
     told = replace(told, calibration_ids=calibration_ids)
+    shipped: Replay | None = None
+    if fit and runs is not None:  # the published runs are those that the shipped constants were fitted on
+        with count_progress("runs with the shipped constants", fitted.held) as progress:
+            unseen = [run for run in measured if run.id not in calibration_ids]
+            shipped, interrupted = replay(unseen, [], None, processes, progress)
+        if interrupted:
+            raise _interrupted()
     if fit:
         files.write("--out", fitted.constants_text)
         used = f"fitted on the times of {fitted.timed:,} runs and the memory of {fitted.weighed:,}"
@@ -208,6 +216,9 @@ def validate(
         if share and not fitted.held:
             few = f"--holdout {share:g} by {by} left none of {len(measured)} runs out"
             tell_error(f"warning: {few}: what follows is of runs that the constants were fitted on")
+        if shipped is not None and fitted.held:
+            published = {_but_for_names(run) for run in read_runs(PUBLISHED)}
+            _tell_beside_shipped(files, told, shipped, sum(_but_for_names(run) in published for run in unseen))
     files.write("--json", replay_json(told))
     points = _points(told)
     if plot is not None and not points:
@@ -223,6 +234,36 @@ def validate(
     if not any(c.predicted is not None for c in told.comparisons):
         tell_error(f"none of {len(measured)} runs could be modelled")
         raise typer.Exit(NO_ANSWER)
+
+
+def _but_for_names(run: Run) -> Run:
+    """A run without what its file calls it."""
+    return replace(run, id="", source_key="")
+
+
+def _tell_beside_shipped(files: Outputs, told: Replay, shipped: Replay, known: int) -> None:
+    """Nothing; tells the errors of the runs that a fit has not seen, beside those with the shipped constants.
+
+    `known` of these runs are published ones.
+    """
+    fitted, before = summary(told.held_out), summary(shipped.held_out)
+    for what, quantity in (("iteration times", TIME), ("peak memory", MEMORY)):
+        new, old = (_median(found, quantity) for found in (fitted, before))
+        if new is None or old is None:
+            continue
+        files.say(f"runs held out: {what} missed by {new:.1%} (median); with the shipped constants by {old:.1%}")
+        if new > old:
+            tell_error(
+                f"warning: the fit predicts the {what} of the runs that it has not seen no better than the shipped constants"
+            )
+    if known:
+        tell_error(f"warning: {known} of the runs held out are published ones, which the shipped constants were fitted on")
+
+
+def _median(found: Mapping[str, Any], quantity: str) -> float | None:
+    """The median absolute relative error of the iteration times that speeds say, or of memory; None where there is none."""
+    figures = found if quantity == TIME and found["quantity"] != MEMORY else found["quantities"].get(quantity)
+    return None if figures is None else figures["median_absolute_relative_error"]
 
 
 def _interrupted() -> typer.Exit:

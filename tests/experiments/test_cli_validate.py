@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,8 @@ def test_a_source_with_times_and_rates_has_a_row_for_each(motley: Motley, world:
     quantity = json.loads(motley("validate", "--runs", both, "--jobs", 1, "--json", "-").out)["runs"][1]["quantity"]
     assert quantity != "iter_time_s"
     for name in ("vtrain_single", "all"):
-        assert [name, "2", "0", "1"] in rows and [f"{name} ({quantity.replace('_', ' ')})", "", "", "1"] in rows
+        assert [name, "2", "0", "2"] in rows  # by the iteration times that both say
+        assert all([f"{name} ({speed.replace('_', ' ')})", "", "", "1"] in rows for speed in ("iter_time_s", quantity))
 
 
 def test_cells_that_are_disregarded_are_counted(motley: Motley, world: World, runs: str) -> None:
@@ -236,6 +238,31 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
     assert [by_id[run]["calibration"] for run in ("v-1", "v-2", "v-3")] == [True, False, True]
     assert "not fitted on" in ran.out and "were fitted on" in ran.out
     assert "fitted on the times of 2 runs and the memory of 0, of 3 that were not held out" in ran.out
+
+    # v-2 and, by its rate, k-1 are those held out that can be modelled; beside them stand their errors without a fit.
+    def missed(rows: list[dict[str, Any]]) -> float:
+        (time,) = [row for row in rows if row["id"] == "v-2" and row["quantity"] == "iter_time_s"]
+        (rate,) = [row for row in rows if row["id"] == "k-1"]
+        return (abs(time["relative_error"]) + abs(rate["measured"] / rate["predicted"] - 1)) / 2
+
+    before = missed(json.loads(motley("validate", "--runs", runs, "--jobs", 1, "--json", "-").out)["runs"])
+    told = f"iteration times missed by {missed(found['runs']):.1%} (median); with the shipped constants by {before:.1%}"
+    assert f"runs held out: {told}\n" in ran.out
+    assert "the fit predicts the iteration times of the runs that it has not seen no better than the shipped constants" in ran.err
+    assert "of the runs held out are published ones" not in ran.err
+
+
+def test_a_fit_tells_that_runs_held_out_are_published_ones(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = fidelity.PUBLISHED.read_text().splitlines()
+    rows = [line for line in lines if line.startswith("vtrain_single-000")][:3]
+    own = world.write(
+        "own.csv", "\n".join([lines[0], *(f"v-{i},mine,{row.split(',', 2)[2]}" for i, row in enumerate(rows))]) + "\n"
+    )
+    quick = fitting.Fitted("{}\n", frozenset({"v-0"}), 1, 0, 1, held=2)
+    monkeypatch.setattr(fitting, "fit", lambda *_, **__: quick)
+    ran = motley("validate", "--runs", own, "--jobs", 1, "--fit", "--out", world.folder / "constants.yaml")
+    assert ran.code == 0, ran.err
+    assert "warning: 2 of the runs held out are published ones, which the shipped constants were fitted on\n" in ran.err
 
 
 def test_where_no_run_can_be_fitted_on_no_file_is_written(motley: Motley, world: World) -> None:

@@ -111,7 +111,7 @@ def test_kendalls_tau_is_one_less_two_for_each_pair_in_the_wrong_order() -> None
         assert ranking.kendall_tau == pytest.approx(1 - 2 * wrong / 6)
 
 
-def test_only_tables_of_three_rows_that_vary_the_parallelisation_are_ranked() -> None:
+def test_tables_of_three_rows_that_have_an_order_are_ranked() -> None:
     rows = [
         compared(t, t, table=table, parallelisation=(varied and i,))
         for table, varied in (("x", 1), ("y", 0))
@@ -119,13 +119,17 @@ def test_only_tables_of_three_rows_that_vary_the_parallelisation_are_ranked() ->
     ]
     rows += [compared(t, t, table="z", parallelisation=(t,)) for t in (1.0, 2.0)]
     rows += [compared(1.0, 1.0, table="no order", parallelisation=(i,)) for i in range(3)]
-    (ranking,) = table_rankings(rows)
-    assert ranking.table == "x" and ranking.kendall_tau == pytest.approx(1.0)
+    assert table_rankings(rows) == [
+        TableRanking("a", "x", 3, pytest.approx(1.0), varies_parallelisation=True),
+        TableRanking("a", "y", 3, pytest.approx(1.0), varies_parallelisation=False),
+    ]
 
 
-def test_tables_weigh_by_their_pairs_of_rows() -> None:
-    tables = [TableRanking("a", "x", 3, 1.0), TableRanking("a", "y", 4, 0.0)]  # 3 and 6 pairs
-    assert kendall_tau(tables) == pytest.approx(3 / 9)
+def test_tables_weigh_by_their_pairs_of_rows_and_those_that_vary_no_parallelisation_count_where_there_are_no_others() -> None:
+    tables = [TableRanking("a", "x", 3, 1.0, True), TableRanking("a", "y", 4, 0.0, True)]  # 3 and 6 pairs
+    sizes = TableRanking("a", "z", 3, -1.0, False)
+    assert kendall_tau(tables) == kendall_tau([*tables, sizes]) == pytest.approx(3 / 9)
+    assert kendall_tau([sizes]) == -1.0
     assert kendall_tau([]) is None
 
 
@@ -187,6 +191,22 @@ def test_a_summary_keeps_assumed_runs_apart_and_counts_those_that_are_not_modell
     assert (told["runs"], told["modelled"], told["not_modelled"]) == (4, 2, 2)
     assert told["reasons"] == {"not modelled: tp": 2}
     assert told["pairs"] is None and told["kendall_tau"] is None
+
+
+def test_runs_that_are_compared_by_several_speeds_count_together_by_the_iteration_times_that_they_say() -> None:
+    rates = [  # iterations predicted to take 2, 2 and 6 s, which at the measured rates took 2.5, 1.6 and 4 s
+        compared(50.0, 40.0, "a-2", quantity="tokens_per_s", predicted_s=2.0, parallelisation=(2,)),
+        compared(40.0, 50.0, "a-3", quantity="mfu_pct", predicted_s=2.0, parallelisation=(3,)),
+        compared(10.0, 15.0, "a-4", quantity="tokens_per_s", predicted_s=6.0, parallelisation=(4,)),
+    ]
+    told = summary([compared(11.0, 10.0, "a-1", predicted_s=11.0, parallelisation=(1,)), *rates])
+    assert (told["quantity"], told["count"]) == (TIME, 4)
+    assert told["mean_absolute_relative_error"] == pytest.approx((0.1 + 0.2 + 0.25 + 0.5) / 4)
+    assert told["bias"] == pytest.approx((0.1 - 0.2 + 0.25 + 0.5) / 4)
+    assert told["kendall_tau"] == pytest.approx(5 / 30**0.5)  # tau-b: of six pairs five in order, and one a tie as predicted
+    assert {q: found["count"] for q, found in told["quantities"].items()} == {TIME: 1, "tokens_per_s": 2, "mfu_pct": 1}
+    alone = summary(rates[:1])
+    assert (alone["quantity"], alone["bias"]) == ("tokens_per_s", pytest.approx(0.25))
 
 
 def test_the_share_of_fits_said_right_is_told_for_each_class() -> None:
