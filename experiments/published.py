@@ -186,7 +186,8 @@ class _Row:
             try:
                 found.append((gpu_kind(name), total if count is None else count))
             except InputError as error:
-                raise _Refused(str(error).split(" known:")[0].rstrip(";")) from None
+                told = str(error).split(" known:")[0]
+                raise _Refused(told + " `motley list gpus` names those known" if told.endswith(";") else told) from None
         if sum(count for _, count in found) != total:
             raise _Refused(f"gpu_type {text!r} names {sum(count for _, count in found)} GPUs, but num_gpus is {total}")
         return tuple(found)

@@ -86,6 +86,9 @@ _OFTEN_NUMBERS = ("zero_stage_or_fsdp", "recompute", "schedule", "precision")
 _NONE_BY_ZERO = ("vpp", "cp", "ep")
 """Columns of texts that may be numbers, and columns of degrees where 0 says that there is no such thing."""
 
+_LEAST, _MOST = 1e-9, 1e15
+"""What no published figure is below or above, whatever its unit."""
+
 _REQUIRED = ("id", "source_key", "gpu_type", "num_gpus")
 _REQUIRED_OF_FAILURES = ("source_key", "gpu_type", "num_gpus", "failure")
 _RENAMED = {"zero": "zero_stage_or_fsdp"}
@@ -222,6 +225,8 @@ def _cell(text: str, column: str) -> Any:
         return value  # there is no network
     if not 0 < value < math.inf:
         raise InputError(f"{column} is a number above 0, or empty, but got {text!r}")
+    if not _LEAST <= value <= _MOST:
+        raise InputError(f"{column} is a number from {_LEAST:g} to {_MOST:g}, or empty, but got {text!r}")
     if column == "mfu_pct" and value > 100:
         raise InputError(f"{column} is per cent, at most 100, but got {text!r}")
     return value

@@ -767,7 +767,8 @@ def _errors(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _points(fraction: float | None, signed: bool = False) -> str:
     """A fraction in per cent, without its sign of per cent."""
-    return "-" if fraction is None else f"{fraction * 100:{'+' if signed else ''}.1f}"
+    digits = ".1f" if fraction is None or abs(fraction) < 1e4 else ".3g"
+    return "-" if fraction is None else f"{fraction * 100:{'+' if signed else ''}{digits}}"
 
 
 def assumed_cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
@@ -825,7 +826,7 @@ def run_cells(comparisons: Iterable[Comparison]) -> tuple[str, Cells]:
 
 def _figure(value: float | None) -> str:
     """Four digits of a figure, whose unit its quantity names."""
-    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "-" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def reason_cells(comparisons: Iterable[Comparison], reasons: int = MOST_REASONS) -> Cells:

@@ -230,6 +230,8 @@ def validate(
     for title, cells in fidelity_cells(told):
         files.console.print(cells_table(title, cells))
         files.console.print()
+    if runs is None and chosen is None:
+        files.say("the shipped constants were fitted on these runs; docs/fidelity.md has the errors on runs that no fit saw")
     files.finish()
     if not any(c.predicted is not None for c in told.comparisons):
         tell_error(f"none of {len(measured)} runs could be modelled")
