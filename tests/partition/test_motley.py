@@ -439,10 +439,10 @@ def progress(search):
         print("judged", flush=True)
 
 world = cluster(node("a", "A100-40GB-SXM", 4, "nvlink"), node("b", "RTX4090", 4), node("c", "RTX4090", 4))
-result = partition.plan(world, job(SMALL), budget_s=60.0, progress=progress)
+result = partition.plan(world, job(SMALL), budget_s=600.0, progress=progress)
 assert result.judged == told[-1][0], told
 assert result.cost.iteration_s == min(seconds for _, seconds in told), told
-print(result.stopped, result.judged >= 4, result.seconds < 60.0 * DEALT)
+print(result.stopped, result.judged >= 4, result.seconds < 600.0 * DEALT)
 """.replace("DEALT", str(DEALT))
 
 
