@@ -268,6 +268,7 @@ UNSAID = (
     ", gradient_precision='fp32'",
     ", qk_norm=False",
     ", megatron_softmax=False",
+    ", unaligned_scale=1.0",
     ", sharded_traffic=0.0",
     ", routing_traffic=0.0",
     ", kernel_s=0.0",

@@ -21,7 +21,7 @@ from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, Node
 from sim.spec.compile import lane_name
-from sim.spec.counts import PRECISION_BYTES, unfused_scores
+from sim.spec.counts import PRECISION_BYTES, head_aligned, unfused_scores
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
 from sim.spec.reading import InputError
@@ -30,6 +30,9 @@ from sim.spec.trace import Trace
 
 FASTER_LINK, FASTER_COMPUTE, FASTER_HOST = 2.0, 1.1, 2.0
 """How many times as fast a class of links, the computation of a stage or kind, or the launch of a kernel is taken to be."""
+
+PADDED_ROWS = 128
+"""Rows a tensor rank to whose multiples Megatron-LM pads a vocabulary."""
 
 _FASTER = f"compute {(FASTER_COMPUTE - 1) * 100:.0f} % faster"
 
@@ -117,6 +120,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
         *_faster_kinds(plan, cluster),
         *_faster_hosts(plan, cluster),
         *_fused_softmax(plan, cluster),
+        *_padded_vocabulary(plan, cluster),
         *_less_recompute(plan, cluster),
         *_other_schedules(plan, cluster),
         *_more_in_flight(plan, cluster),
@@ -277,6 +281,17 @@ def _fused_softmax(plan: Plan, cluster: Cluster) -> Iterator[Change]:
             return
 
 
+def _padded_vocabulary(plan: Plan, cluster: Cluster) -> Iterator[Change]:
+    """The vocabulary padded to PADDED_ROWS rows a rank, where tensor cores do not take what a rank has of it as it lies."""
+    model, degrees = plan.transformer, plan.tensor_degrees
+    if cluster.stack.unaligned_scale >= 1 or all(head_aligned(model, ranks, plan.precision) for ranks in degrees):
+        return
+    step = PADDED_ROWS * math.lcm(*degrees)
+    rows = -(-model.padded_vocab // step) * step
+    padded = replace(plan, model=replace(model, padded_vocab=rows))
+    yield Change(SPEED, f"vocabulary padded to {rows:,} (was {model.padded_vocab:,})", padded, cluster)
+
+
 def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) -> Change:
     speeds = dict(cluster.device_speeds)
     for device in devices:
@@ -420,7 +435,7 @@ def _other_experts(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     moe, degree, whole = plan.transformer.experts, plan.expert_parallel, plan.whole_experts
     if moe is None:
         return
-    ranks = {len(replica.devices) // plan.context_parallel for _, _, _, replica in plan.replicas()}
+    ranks = plan.tensor_degrees
     others = [(count, plan.expert_tensor_parallel) for count in (degree // 2, 2 * degree)]
     if len(ranks) == 1 and (tensor := max(ranks)) > 1:
         others.append((max(1, degree // tensor), None) if whole else (degree * tensor, 1))

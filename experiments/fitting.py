@@ -44,6 +44,7 @@ from experiments.published_rows import Run
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.spec.compile import instruction_estimate
+from sim.spec.counts import head_aligned
 from sim.spec.gpu import Efficiency, GpuKind, efficiencies
 from sim.spec.plan import Plan, tensor_groups
 from sim.spec.reading import InputError
@@ -124,6 +125,7 @@ class Parameter:
 
 TIME_PARAMETERS = (
     Parameter("matmul_scale", 1.0, 0.3, 1.6, 0.1),
+    Parameter("unaligned_scale", 0.6, 0.1, 1.0, 0.4),
     Parameter("attention_scale", 1.0, 0.1, 4.0, 0.3),
     Parameter("memory_traffic", 1.2, 0.3, 8.0, 0.4),
     Parameter("routing_traffic", 2.0, 0.3, 20.0, 0.7),
@@ -516,6 +518,8 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
         return any(row.cluster.nodes_of(ranks) == 1 for row in rows for ranks in _communicating(row.plan))
     if name == "collective_scale":
         return any(row.cluster.nodes_of(ranks) > 1 for row in rows for ranks in _communicating(row.plan))
+    if name == "unaligned_scale":
+        return any(not head_aligned(plan.transformer, ranks, plan.precision) for plan in plans for ranks in plan.tensor_degrees)
     if name == "routing_traffic":
         return any(plan.transformer.experts is not None for plan in plans)
     if name == "overlap_slowdown":

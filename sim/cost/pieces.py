@@ -23,9 +23,10 @@ the rest and one of each two matmuls, the weight half the other. With context pa
 sequence's tokens, cut so that the causal mask leaves all ranks equally many FLOP. The tokens of a slice of a sequence attend to
 those of the slices before it, too.
 
-The software stack multiplies the rates of matmuls and of attention, flash or not, by its scales, and the bytes of the rest by its
-memory traffic, which may be another for what tensor parallelism divides, for the way to experts and back, and in the backward;
-its kernels may each take some seconds more. The products of all experts of a layer are one kernel.
+The software stack multiplies the rates of matmuls, of those that tensor cores do not take as they lie, and of attention, flash or
+not, by its scales, and the bytes of the rest by its memory traffic, which may be another for what tensor parallelism divides, for
+the way to experts and back, and in the backward; its kernels may each take some seconds more. The products of all experts of a
+layer are one kernel.
 Left out: the gradients' norm, the quantisation of operands below 16 bits, the all-reduce of the norms' gradients under sequence
 parallelism.
 """
@@ -126,6 +127,8 @@ class MatmulWork:
     flop: int
     num_bytes: int
     """Of their operands and results, each read or written once."""
+    unaligned_flop: int = 0
+    """Of this FLOP, those of matrices that tensor cores do not take as they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +174,13 @@ class LayerWork:
 
 def matmul_work(matmuls: Iterable[Matmul], element_bytes: int) -> MatmulWork:
     """What these matmuls do, with matrices of `element_bytes` per element."""
-    count = flop = elements = 0
+    count = flop = unaligned = elements = 0
     for matmul in matmuls:
         count += matmul.kernels
         flop += matmul.flop
+        unaligned += 0 if matmul.aligned(element_bytes) else matmul.flop
         elements += matmul.count * (matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n)
-    return MatmulWork(count, flop, elements * element_bytes)
+    return MatmulWork(count, flop, elements * element_bytes, unaligned)
 
 
 @lru_cache(maxsize=65536)
@@ -259,10 +263,11 @@ class Rates:
     half the peak of fp32, whatever that of tf32: on an H200 33 TFLOP/s, and 39 forward where matmuls may be in tf32."""
     matmul_fraction: float
 
-    def matmul_s(self, work: MatmulWork, peak: float) -> float:
+    def matmul_s(self, work: MatmulWork, peak: float, unaligned_scale: float = 1.0) -> float:
         """Seconds of some matmuls, one after another, launches not included."""
         efficiency = self.kind.efficiency
-        flop_s = (work.flop / peak + work.count * efficiency.matmul_half_s) / self.matmul_fraction
+        flop = work.flop + work.unaligned_flop * (1 / unaligned_scale - 1)
+        flop_s = (flop / peak + work.count * efficiency.matmul_half_s) / self.matmul_fraction
         bytes_s = efficiency.matmul_traffic * work.num_bytes / self.kind.memory_bandwidth_bytes_per_s
         return (flop_s + bytes_s) / self.kind.speed
 
@@ -289,6 +294,12 @@ def _narrowness(width: int, more: float) -> float:
     return (1 + more / min(width, WIDE_HEAD)) / (1 + more / WIDE_HEAD)
 
 
+def _matmul_s(work: MatmulWork, rates: Rates, peak: float, stack: Stack) -> float:
+    """Seconds of some matmuls with weights under a software stack, launches included."""
+    seconds = rates.matmul_s(work, peak, stack.unaligned_scale) / stack.matmul_scale
+    return seconds + work.count * (rates.launch_s + stack.kernel_s)
+
+
 @lru_cache(maxsize=1024)
 def rates_of(kind: GpuKind, precision: str) -> Rates:
     """What the kind reaches at a precision. Raises InputError where it lacks the precision."""
@@ -310,7 +321,7 @@ def seconds_of_layer(work: LayerWork, rates: Rates, stack: Stack) -> PieceSecond
     """Seconds of one layer's work at the rates of a kind under a software stack."""
     launch_s = rates.launch_s + stack.kernel_s
     matmuls, attention, backward_traffic = work.matmuls, work.attention, BACKWARD_TRAFFIC * stack.backward_traffic
-    matmul_s = rates.matmul_s(matmuls, rates.matmul_peak) / stack.matmul_scale + matmuls.count * launch_s
+    matmul_s = _matmul_s(matmuls, rates, rates.matmul_peak, stack)
     if attention.flash:
         kernels = 1
         attention_s, backward_s = (seconds / stack.attention_scale for seconds in rates.flash_s(attention))
@@ -397,7 +408,7 @@ def embedding_seconds(
     tokens = -(-sequences * sequence_length // context_parallel)
     launch_s = rates.launch_s + stack.kernel_s
     matmuls = matmul_work(embedding_matmuls(transformer, tokens), element_bytes)
-    matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
+    matmul_s = _matmul_s(matmuls, rates, rates.other_peak, stack)
     learned = transformer.position == "learned"
     elements, kernels = 2 * transformer.embedding_width + (3 * transformer.hidden if learned else 0), 2 if learned else 1
     rest_s = rates.memory_s(tokens * elements * element_bytes * stack.memory_traffic)
@@ -434,7 +445,7 @@ def head_seconds(
     tokens = -(-sequences * sequence_length // context_parallel)
     launch_s = rates.launch_s + stack.kernel_s
     matmuls = matmul_work(head_matmuls(transformer, tokens, tensor_parallel), element_bytes)
-    matmul_s = rates.matmul_s(matmuls, rates.other_peak) / stack.matmul_scale + matmuls.count * launch_s
+    matmul_s = _matmul_s(matmuls, rates, rates.other_peak, stack)
     casts = element_bytes < 4
     per_logit, loss_kernels = 4 + 4 + (element_bytes + 4 if casts else 0), 1 + casts
     logits = tokens * -(-transformer.padded_vocab // tensor_parallel)

@@ -273,6 +273,13 @@ class Matmul:
         """FLOP of all `count` products."""
         return 2 * self.m * self.n * self.k * self.count
 
+    def aligned(self, element_bytes: int) -> bool:
+        """Whether tensor cores take these matrices as they lie: in 16 bits or fewer their rows are of a multiple of 16 bytes.
+
+        NVIDIA, Matrix Multiplication Background User's Guide, section 3. Rows are along n and k, in the backward pass as well.
+        """
+        return element_bytes > 2 or self.n * element_bytes % 16 == self.k * element_bytes % 16 == 0
+
     @property
     def kernels(self) -> int:
         """Kernels that make them."""
@@ -329,6 +336,11 @@ def head_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int) ->
     t = transformer
     projection = (Matmul("projection out", tokens, t.embedding_width, t.hidden),) if t.projected_embeddings else ()
     return (*projection, Matmul("output", tokens, _share(t.padded_vocab, tensor_parallel), t.embedding_width))
+
+
+def head_aligned(transformer: Transformer, tensor_parallel: int, precision: str) -> bool:
+    """Whether tensor cores take all matrices of the head on each of so many ranks as they lie, at a precision."""
+    return all(matmul.aligned(PRECISION_BYTES[precision]) for matmul in head_matmuls(transformer, 1, tensor_parallel))
 
 
 # --- Bytes kept for the backward pass --------------------------------------------------------------------------------

@@ -218,6 +218,11 @@ class Plan:
         return tuple(device for pipeline in self.pipelines for stage in pipeline.stages for device in stage.devices)
 
     @property
+    def tensor_degrees(self) -> frozenset[int]:
+        """The tensor-parallel degrees of its lanes."""
+        return frozenset(len(replica.devices) // self.context_parallel for *_, replica in self.replicas())
+
+    @property
     def slice_length(self) -> int:
         """The tokens of a slice of a sequence: all of them, where sequences are not cut."""
         return self.sequence_length // self.sequence_slices

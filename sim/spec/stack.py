@@ -31,6 +31,9 @@ class Stack:
     leaves out, and several, over scores in fp32, for others. Else it is always one kernel."""
     matmul_scale: float = 1.0
     """Rate of its matmuls inside a training step per rate that the GPU kind's efficiency record says."""
+    unaligned_scale: float = 1.0
+    """Rate of its matmuls whose rows are no multiple of 16 bytes per rate of the others: what a vocabulary costs that is not
+    padded."""
     attention_scale: float = 1.0
     """Rate of its attention kernels per rate that the GPU kind's efficiency record says."""
     memory_traffic: float = 1.0
@@ -140,6 +143,7 @@ class Stack:
 _SCALE = (0.01, 100.0)
 _RANGES: Mapping[str, tuple[float, float]] = {
     "matmul_scale": _SCALE,
+    "unaligned_scale": _SCALE,
     "attention_scale": _SCALE,
     "memory_traffic": _SCALE,
     "sharded_traffic": (0.0, 100.0),

@@ -393,8 +393,9 @@ def test_constants_that_are_off_what_the_prior_takes_for_granted_are_found() -> 
 
 def test_runs_that_are_as_the_prior_takes_them_leave_it_where_it_is() -> None:
     found = fitted(timed(USUAL), Stack("start"))
+    untold = ("tensor", "message", "collective", "ring", "routing", "unaligned")
     for parameter in TIME_PARAMETERS:
-        if not parameter.name.startswith(("tensor", "message", "collective", "ring", "routing")):  # of which these say nothing
+        if not parameter.name.startswith(untold):
             assert getattr(found.stack, parameter.name) == pytest.approx(parameter.middle, rel=0.02), parameter.name
 
 
@@ -440,6 +441,14 @@ def test_runs_with_experts_tell_what_the_way_to_them_moves() -> None:
     # It decides little of their times, so that the prior, with its middle at 2, keeps some.
     assert 7 < found.stack.routing_traffic < 16 and found.time_error < 0.02
     assert fitted(timed(USUAL, SHAPES[1:4]), start).stack.routing_traffic == 0
+
+
+def test_runs_whose_vocabulary_is_not_padded_tell_what_that_costs() -> None:
+    true, start = replace(USUAL, unaligned_scale=0.3), replace(USUAL, unaligned_scale=0.9)
+    rows = [replace(run(*shape, A100), framework="torchtitan", vocab=50257 + 47 * (n % 2)) for n, shape in enumerate(SHAPES)]
+    found = fitted([replace(row, iter_time_s=estimate(row).iteration_s(stack=true)) for row in rows], start)
+    assert found.stack.unaligned_scale == pytest.approx(0.3, rel=0.1) and found.time_error < 0.01
+    assert fitted(timed(USUAL, SHAPES[1:4]), start).stack.unaligned_scale == 0.9
 
 
 def test_a_run_whose_gpu_lacks_the_precision_spares_the_others() -> None:

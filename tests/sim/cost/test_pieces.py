@@ -79,6 +79,33 @@ def test_a_part_of_a_matmuls_bytes_does_not_hide_behind_its_flop() -> None:
     assert rates.matmul_s(work, 10.0) == pytest.approx(2 * (210 / 10 + 0.25 * 71 * 2 / 4))
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "element_bytes", "aligned"),
+    [(16, 8, 2, True), (12, 8, 2, False), (8, 12, 2, False), (25, 8, 2, False), (25, 5, 4, True)],
+)
+def test_rows_of_16_bit_matrices_lie_as_tensor_cores_take_them_in_multiples_of_16_bytes(
+    n: int, k: int, element_bytes: int, aligned: bool
+) -> None:
+    matmul, rates = Matmul("m", 3, n, k), rates_of(kind(10.0), "bf16")
+    assert matmul.aligned(element_bytes) == aligned
+    seconds = rates.matmul_s(matmul_work([matmul], element_bytes), 10.0, unaligned_scale=0.5)
+    assert seconds == pytest.approx(6 * n * k / 10 * (1 if aligned else 2))
+
+
+def test_a_vocabulary_that_is_not_padded_slows_the_output_matmul_alone() -> None:
+    odd, slow = replace(TINY, vocab=50, padded_vocab=50), Stack("slow", unaligned_scale=0.25)
+    padded = replace(odd, padded_vocab=56)
+    for transformer, times in ((odd, 4), (padded, 1)):
+        at_once, slowed = (head_seconds(kind(2.0), stack, transformer, 1, 4) for stack in (STACK, slow))
+        assert slowed.forward_s == pytest.approx(times * at_once.forward_s)
+        assert slowed.backward_s == pytest.approx(times * at_once.backward_s)
+        assert layer_seconds(kind(2.0), slow, transformer, 1, 4) == layer_seconds(kind(2.0), STACK, transformer, 1, 4)
+    # Each of two ranks has 25 columns, and 28 of the padded ones.
+    assert head_seconds(kind(2.0), slow, padded, 1, 4, 2).forward_s == pytest.approx(
+        4 * head_seconds(kind(2.0), STACK, padded, 1, 4, 2).forward_s
+    )
+
+
 def test_the_gradients_of_weights_take_as_many_flop_and_bytes_as_the_forward_matmuls() -> None:
     # Y = X W reads X and W and writes Y; the gradients of X and of W each read two of the three matrices and write the third.
     only_matmuls = kind(100.0, 10.0, matmul_traffic=1.0, matmul_half_s=1.0)
