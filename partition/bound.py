@@ -90,8 +90,11 @@ from sim.spec.cluster import Cluster
 from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
+    embedding_matmuls,
     embedding_parameters,
+    head_matmuls,
     layer_activation_bytes,
+    layer_matmuls,
     tied_copy_parameters_at,
     total_parameters,
 )
@@ -206,13 +209,17 @@ def _step_s(cluster: Cluster, job: Job, kind: GpuKind, stepped_bytes: float) -> 
     )
 
 
+def _tensor_degrees(model: Transformer, most_gpus: int) -> list[int]:
+    return [degree for degree in range(1, min(most_gpus, model.heads) + 1) if model.heads % degree == 0]
+
+
 def _path_s(cluster: Cluster, job: Job, kinds: Collection[GpuKind], most_gpus: int) -> float:
     """The least seconds of a sequence's way through all layers and back, on lanes of any kinds and degrees.
 
     Where it comes in slices it is the last one's way, before and after which all others pass the first layer.
     """
     model, length = job.model, job.sequence_length
-    tensors = [degree for degree in range(1, min(most_gpus, model.heads) + 1) if model.heads % degree == 0]
+    tensors = _tensor_degrees(model, most_gpus)
     contexts = [1, *(ranks for ranks in range(2, most_gpus + 1) if length % (2 * ranks) == 0)]
     splits = [
         (tensor, parallel, context)
@@ -262,14 +269,30 @@ def _through_s(piece: PieceSeconds) -> float:
 # --- The bound -------------------------------------------------------------------------------------------------------
 
 
+def _as_slow_in_parts(job: Job, most_gpus: int) -> bool:
+    """Whether tensor cores take no matmul as it lies, on ranks of any degree, that they do not take whole."""
+    model, element_bytes = job.model, PRECISION_BYTES[job.precision]
+
+    def aligned(degree: int) -> list[bool]:
+        matmuls = (*embedding_matmuls(model, 1), *layer_matmuls(model, 1, degree), *head_matmuls(model, 1, degree))
+        return [matmul.aligned(element_bytes) for matmul in matmuls]
+
+    whole = aligned(1)
+    return all(
+        own or not part for degree in _tensor_degrees(model, most_gpus) for own, part in zip(whole, aligned(degree), strict=True)
+    )
+
+
 def lower_bound(cluster: Cluster, job: Job) -> Bound | Infeasible:
     """The least seconds that an iteration of any plan of a job takes, or why there can be none; see the head of this file."""
     if cluster.stack.fuses_some_softmax:
         # Where it is fused hangs on the sequences and heads of a lane; a softmax that is everywhere takes no longer on any.
         cluster = replace(cluster, stack=replace(cluster.stack, megatron_softmax=False))
+    counts = Counter(device.gpu for device in cluster.devices if device.gpu.peak(job.precision) is not None)
+    if not _as_slow_in_parts(job, counts.total()):  # compute_s is that of one rank, which must not lose what two do not
+        cluster = replace(cluster, stack=replace(cluster.stack, unaligned_scale=1.0))
     model, batch = job.model, job.global_batch
     element_bytes, summed_bytes = PRECISION_BYTES[job.precision], PRECISION_BYTES[job.gradient_precision]
-    counts = Counter(device.gpu for device in cluster.devices if device.gpu.peak(job.precision) is not None)
     if not counts:
         return Infeasible(None, "precision", None, None, f"no GPU of cluster {cluster.name!r} has {job.precision}")
     spilled = _spilled(cluster, job, counts, total_parameters(model) * (element_bytes + summed_bytes))

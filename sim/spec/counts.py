@@ -276,7 +276,7 @@ class Matmul:
     def aligned(self, element_bytes: int) -> bool:
         """Whether tensor cores take these matrices as they lie: in 16 bits or fewer their rows are of a multiple of 16 bytes.
 
-        NVIDIA, Matrix Multiplication Background User's Guide, section 3. Rows are along n and k, in the backward pass as well.
+        NVIDIA, Matrix Multiplication Background User's Guide, section 2.2. Rows are along n and k, in the backward pass as well.
         """
         return element_bytes > 2 or self.n * element_bytes % 16 == self.k * element_bytes % 16 == 0
 

@@ -143,7 +143,7 @@ class Stack:
 _SCALE = (0.01, 100.0)
 _RANGES: Mapping[str, tuple[float, float]] = {
     "matmul_scale": _SCALE,
-    "unaligned_scale": _SCALE,
+    "unaligned_scale": (0.01, 1.0),
     "attention_scale": _SCALE,
     "memory_traffic": _SCALE,
     "sharded_traffic": (0.0, 100.0),

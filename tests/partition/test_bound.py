@@ -90,6 +90,23 @@ def test_the_bound_takes_for_fused_what_megatrons_softmax_may_take() -> None:
     assert found.compute + found.host + found.bubble + found.network + found.recompute == pytest.approx(found.total)
 
 
+@pytest.mark.parametrize(("vocab", "kept"), [(2**13 - 1, False), (2**13 - 3, True), (2**13, True)])
+def test_the_bound_takes_for_aligned_what_ranks_may_have_aligned(vocab: int, kept: bool) -> None:
+    # Of 8,191 columns two ranks have 4,096 each, of which rows are a multiple of 16 bytes; of 8,189 they have 4,095.
+    model, whole = (
+        Transformer("odd", layers=1, hidden=64, ffn=256, heads=2, vocab=vocab),
+        Node("a", ideal_gpu(), 2, Intra("nvlink", 1e30)),
+    )
+    ideal = Cluster("two", (replace(whole, gpu=replace(ideal_gpu(), memory_bandwidth_bytes_per_s=1e30)),))
+    slow = replace(ideal, stack=replace(ideal.stack, unaligned_scale=0.1))
+    work = Job(model, 128, 2, "bf16")
+    divided = Plan("two", model, 128, 2, (Pipeline(2, 1, (Stage((Replica(("a/0", "a/1"), 2),), ((0, 1),)),)),))
+    alone = (Stage((Replica(("a/0",), 1), Replica(("a/1",), 1)), ((0, 1),)),)
+    least_s = min(simulate(plan, slow).iteration_s for plan in (divided, replace(divided, pipelines=(Pipeline(2, 1, alone),))))
+    assert bound(slow, work).iteration_s <= least_s * (1 + 1e-12)
+    assert (bound(slow, work) == bound(ideal, work)) == (not kept or vocab % 8 == 0)
+
+
 def test_one_sequence_passes_one_layer_after_the_other() -> None:
     # Alone on four GPUs it cannot keep them all busy, unless they share each layer, which here no heads allow.
     model = Transformer("one head", layers=4, hidden=256, ffn=1024, heads=1, vocab=8, activation="gelu")
