@@ -3,7 +3,8 @@
     python benchmarks/recomputation.py [--out benchmarks/results/recomputation.txt]
 
 Both tables were measured with one software. Its record is fitted on one of them, beginning from the priors, and predicts both,
-with the single node's layers recomputed and not. That they were not is assumed in `experiments/data/assumptions.yaml`.
+with the single node's layers recomputed and not, and its vocabulary padded as the other's. That they were not recomputed is
+assumed in `experiments/data/assumptions.yaml`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, Node
 from sim.spec.compile import lane_name
-from sim.spec.counts import PRECISION_BYTES, head_aligned, unfused_scores
+from sim.spec.counts import PRECISION_BYTES, aligned, unfused_scores
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
 from sim.spec.reading import InputError
@@ -284,12 +284,12 @@ def _fused_softmax(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 def _padded_vocabulary(plan: Plan, cluster: Cluster) -> Iterator[Change]:
     """The vocabulary padded to PADDED_ROWS rows a rank, where tensor cores do not take what a rank has of it as it lies."""
     model, degrees = plan.transformer, plan.tensor_degrees
-    if cluster.stack.unaligned_scale >= 1 or all(head_aligned(model, ranks, plan.precision) for ranks in degrees):
-        return
     step = PADDED_ROWS * math.lcm(*degrees)
     rows = -(-model.padded_vocab // step) * step
-    padded = replace(plan, model=replace(model, padded_vocab=rows))
-    yield Change(SPEED, f"vocabulary padded to {rows:,} (was {model.padded_vocab:,})", padded, cluster)
+    padded = replace(model, padded_vocab=rows)
+    now, then = ([aligned(each, ranks, plan.precision)[-1] for ranks in degrees] for each in (model, padded))
+    if cluster.stack.unaligned_scale < 1 and now != then:  # where the hidden width is what does not fit, padding is of no use
+        yield Change(SPEED, f"vocabulary padded to {rows:,} (was {model.padded_vocab:,})", replace(plan, model=padded), cluster)
 
 
 def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) -> Change:

@@ -44,7 +44,7 @@ from experiments.published_rows import Run
 from sim.cost.estimate import Estimate
 from sim.cost.memory import lane_parts
 from sim.spec.compile import instruction_estimate
-from sim.spec.counts import head_aligned
+from sim.spec.counts import aligned
 from sim.spec.gpu import Efficiency, GpuKind, efficiencies
 from sim.spec.plan import Plan, tensor_groups
 from sim.spec.reading import InputError
@@ -519,7 +519,7 @@ def _decides(name: str, software: Stack, rows: Sequence[Modelled]) -> bool:
     if name == "collective_scale":
         return any(row.cluster.nodes_of(ranks) > 1 for row in rows for ranks in _communicating(row.plan))
     if name == "unaligned_scale":
-        return any(not head_aligned(plan.transformer, ranks, plan.precision) for plan in plans for ranks in plan.tensor_degrees)
+        return not all(all(aligned(plan.transformer, ranks, plan.precision)) for plan in plans for ranks in plan.tensor_degrees)
     if name == "routing_traffic":
         return any(plan.transformer.experts is not None for plan in plans)
     if name == "overlap_slowdown":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -908,4 +909,4 @@ def cells_markdown(title: str, cells: Cells) -> str:
 
 
 def _is_figure(text: str) -> bool:
-    return text in ("", "-") or text.lstrip("+-").replace(".", "", 1).replace(",", "").isdecimal()
+    return text in ("", "-") or re.fullmatch(r"[+-]?[\d,]+(\.\d+)?(e[+-]\d+)?", text) is not None

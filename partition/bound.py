@@ -90,11 +90,9 @@ from sim.spec.cluster import Cluster
 from sim.spec.compile import lanes_of
 from sim.spec.counts import (
     PRECISION_BYTES,
-    embedding_matmuls,
+    aligned,
     embedding_parameters,
-    head_matmuls,
     layer_activation_bytes,
-    layer_matmuls,
     tied_copy_parameters_at,
     total_parameters,
 )
@@ -271,15 +269,12 @@ def _through_s(piece: PieceSeconds) -> float:
 
 def _as_slow_in_parts(job: Job, most_gpus: int) -> bool:
     """Whether tensor cores take no matmul as it lies, on ranks of any degree, that they do not take whole."""
-    model, element_bytes = job.model, PRECISION_BYTES[job.precision]
-
-    def aligned(degree: int) -> list[bool]:
-        matmuls = (*embedding_matmuls(model, 1), *layer_matmuls(model, 1, degree), *head_matmuls(model, 1, degree))
-        return [matmul.aligned(element_bytes) for matmul in matmuls]
-
-    whole = aligned(1)
+    model, precision = job.model, job.precision
+    whole = aligned(model, 1, precision)
     return all(
-        own or not part for degree in _tensor_degrees(model, most_gpus) for own, part in zip(whole, aligned(degree), strict=True)
+        own or not part
+        for degree in _tensor_degrees(model, most_gpus)
+        for own, part in zip(whole, aligned(model, degree, precision), strict=True)
     )
 
 

@@ -338,9 +338,11 @@ def head_matmuls(transformer: Transformer, tokens: int, tensor_parallel: int) ->
     return (*projection, Matmul("output", tokens, _share(t.padded_vocab, tensor_parallel), t.embedding_width))
 
 
-def head_aligned(transformer: Transformer, tensor_parallel: int, precision: str) -> bool:
-    """Whether tensor cores take all matrices of the head on each of so many ranks as they lie, at a precision."""
-    return all(matmul.aligned(PRECISION_BYTES[precision]) for matmul in head_matmuls(transformer, 1, tensor_parallel))
+def aligned(transformer: Transformer, tensor_parallel: int, precision: str) -> tuple[bool, ...]:
+    """Of each matmul with weights on one of so many ranks, the output matmul last: whether tensor cores take it as it lies."""
+    layers = layer_matmuls(transformer, 1, tensor_parallel)
+    matmuls = (*embedding_matmuls(transformer, 1), *layers, *head_matmuls(transformer, 1, tensor_parallel))
+    return tuple(matmul.aligned(PRECISION_BYTES[precision]) for matmul in matmuls)
 
 
 # --- Bytes kept for the backward pass --------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ class Stack:
     matmul_scale: float = 1.0
     """Rate of its matmuls inside a training step per rate that the GPU kind's efficiency record says."""
     unaligned_scale: float = 1.0
-    """Rate of its matmuls whose rows are no multiple of 16 bytes per rate of the others: what a vocabulary costs that is not
-    padded."""
+    """Rate of its matmuls whose rows are no multiple of 16 bytes per rate of the others, such as the output matmul of a
+    vocabulary that is not padded."""
     attention_scale: float = 1.0
     """Rate of its attention kernels per rate that the GPU kind's efficiency record says."""
     memory_traffic: float = 1.0

@@ -43,6 +43,7 @@ software = st.builds(
     names,
     flash_attention=st.booleans(),
     matmul_scale=scales,
+    unaligned_scale=st.just(1.0) | four_digits(0.01, 1.0),
     attention_scale=scales,
     memory_traffic=scales,
     sharded_traffic=st.just(0.0) | four_digits(0.01, 100.0),

@@ -113,7 +113,8 @@ def test_a_vocabulary_that_is_not_padded_is_told_of_with_what_it_costs() -> None
     told = explain(odd, slow)
     saved = effect_of(told, "vocabulary padded to 1,024 (was 1,004)").iteration_s
     assert saved == simulate(padded, cluster).iteration_s < told.trace.iteration_s
-    for other, on in ((padded, slow), (odd, cluster), (replace(odd, precision="fp32"), slow)):
+    narrow = replace(padded, model=replace(padded.transformer, hidden=1020, heads=12, kv_heads=12, head_dim=85))
+    for other, on in ((padded, slow), (odd, cluster), (replace(odd, precision="fp32"), slow), (narrow, slow)):
         assert not [effect for effect in explain(other, on).effects if "vocabulary" in effect.name]
 
 

@@ -471,6 +471,7 @@ stacks = st.builds(
     st.just("any"),
     flash_attention=st.booleans(),
     matmul_scale=st.floats(0.5, 1.0),
+    unaligned_scale=st.just(1.0) | st.floats(0.1, 1.0),
     attention_scale=st.floats(0.5, 1.5),
     memory_traffic=st.floats(1.0, 5.0),
     sharded_traffic=st.just(0.0) | st.floats(1.0, 9.0),
