@@ -146,11 +146,16 @@ def _options(network: Network, kind: str, groups: Sequence[Group]) -> tuple[Opti
     groups = [group for group in groups if len(group[1]) > 1]
     nccl = by_nccl(network, [name for _, devices in groups for name in devices])
     kept: list[Option] = []
+    known: list[list[_Steps]] = []
     for algorithm in _ALGORITHMS[kind]:
         each = [algorithm(network, kind, devices) for _, devices in groups]
         if all(steps is None for steps in each):
             continue
-        done = [steps or _ring(network, kind, devices) for steps, (_, devices) in zip(each, groups, strict=True)]
+        rings = known[0] if known else []  # a ring is the first way of doing what has rings at all
+        done = [steps or rings[i] for i, steps in enumerate(each)]
+        if done in known:
+            continue
+        known.append(done)
         for flagged in (False, True) if nccl and algorithm in (_ring, _trees) else (False,):
             transfer = at_once([_started(network, steps, share, flagged) for steps, (share, _) in zip(done, groups, strict=True)])
             byte_s = network.busiest_s(transfer)
@@ -202,7 +207,7 @@ def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = 
 
 def by_nccl(network: Network, devices: Sequence[str]) -> bool:
     """Whether NCCL does a collective; among CPUs it is gloo, which has rings alone."""
-    return not any(fold(network.cluster.device(name).gpu.name).startswith("cpu") for name in devices)
+    return not any(fold(kind).startswith("cpu") for kind in {network.cluster.device(name).gpu.name for name in devices})
 
 
 # --- Algorithms --------------------------------------------------------------------------------------------------------
@@ -233,11 +238,10 @@ def _ring(network: Network, kind: str, devices: Sequence[str]) -> _Steps:
     rounds, n = RING_STEPS[kind], len(devices)
     rings = _rings(network, devices)
     each = rounds * (n - 1) / n / len(rings)
-    hops = [[(a, b) for a, b in pairwise([*order, order[0]])] for order in rings]
-    paths = [[network.path(a, b) for a, b in ring] for ring in hops]
+    paths = [[network.path(a, b) for a, b in pairwise([*order, order[0]])] for order in rings]
     latency_s = max(_but_one([path.latency_s for path in ring]) for ring in paths)
     step_s = max(_but_one([path.step_s for path in ring]) for ring in paths)
-    moved = network.transfer((a, b, each) for ring in hops for a, b in ring)
+    moved = network.moved((path, each) for ring in paths for path in ring)
     return _Steps(replace(moved, latency_s=rounds * latency_s), rounds * step_s, tuple(map(tuple, paths)))
 
 

@@ -243,14 +243,16 @@ class Network:
 
     def transfer(self, moves: Iterable[tuple[str, str, float]]) -> Transfer:
         """The fluid transfer of several moves (sender, receiver, bytes) at once, with the latency of the slowest path."""
+        return self.moved((self.path(a, b), num_bytes) for a, b, num_bytes in moves if num_bytes > 0 and a != b)
+
+    def moved(self, moves: Iterable[tuple[Path, float]]) -> Transfer:
+        """The same of bytes on paths, none of them from a device to itself."""
         loads: dict[int, float] = {}
         latency_s, total = 0.0, 0.0
-        for sender, receiver, num_bytes in moves:
-            if sender == receiver or num_bytes <= 0:
-                continue
-            path = self.path(sender, receiver)
+        for path, num_bytes in moves:
             total += num_bytes
-            latency_s = max(latency_s, path.latency_s)
+            if path.latency_s > latency_s:
+                latency_s = path.latency_s
             for link, weight in path.links:
                 loads[link] = loads.get(link, 0.0) + num_bytes * weight
         return Transfer(tuple(sorted(loads.items())), latency_s, total) if loads else NOTHING

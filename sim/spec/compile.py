@@ -53,7 +53,7 @@ def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
     Raises InputError as `compile_plan` does.
     """
     _refuse_unsupported(plan)
-    lanes = _with_buckets(plan, _lanes(plan))
+    lanes = _with_buckets(plan, [lane for p in range(len(plan.pipelines)) for lane in pipeline_lanes(plan, p)])
     _check_shard_group(plan, lanes)
     return lanes, _shared_ends(plan, lanes)
 
@@ -177,34 +177,33 @@ def lane_name(pipeline: int, stage: int, replica: int, replicas: int) -> str:
     return f"p{pipeline}s{stage}" + (f"r{replica}" if replicas > 1 else "")
 
 
-def _lanes(plan: Plan) -> list[Lane]:
-    """The lanes with their neighbours, without instructions."""
-    lanes = []
-    for p, pipeline in enumerate(plan.pipelines):
-        chunks = pipeline.chunks
-        # From one chunk to the next of the same stage nothing is sent.
-        crossings = [(a, b, layer) for (a, (_, layer)), (b, _) in pairwise(chunks) if a != b]
-        for s, stage in enumerate(pipeline.stages):
-            for r, share in enumerate(_shares(stage)):
-                previous = [edge for a, b, layer in crossings if b == s for edge in _edges(pipeline, p, a, share, layer)]
-                following = [edge for a, b, layer in crossings if a == s for edge in _edges(pipeline, p, b, share, layer)]
-                lane = Lane(
-                    name=lane_name(p, s, r, len(stage.replicas)),
-                    pipeline=p,
-                    stage=s,
-                    replica=r,
-                    devices=stage.replicas[r].devices,
-                    layers=tuple(sorted(stage.layers)),
-                    sequences=share,
-                    micro_batches=pipeline.micro_batches,
-                    embedding=s == chunks[0][0],
-                    head=s == chunks[-1][0],
-                    previous=tuple(previous),
-                    next=tuple(following),
-                    context_parallel=plan.context_parallel,
-                    sequence_slices=plan.sequence_slices,
-                )
-                lanes.append(lane)
+def pipeline_lanes(plan: Plan, p: int) -> list[Lane]:
+    """The lanes of the pipeline of this index with their neighbours, without buckets and instructions."""
+    pipeline, lanes = plan.pipelines[p], []
+    chunks = pipeline.chunks
+    # From one chunk to the next of the same stage nothing is sent.
+    crossings = [(a, b, layer) for (a, (_, layer)), (b, _) in pairwise(chunks) if a != b]
+    for s, stage in enumerate(pipeline.stages):
+        for r, share in enumerate(_shares(stage)):
+            previous = [edge for a, b, layer in crossings if b == s for edge in _edges(pipeline, p, a, share, layer)]
+            following = [edge for a, b, layer in crossings if a == s for edge in _edges(pipeline, p, b, share, layer)]
+            lane = Lane(
+                name=lane_name(p, s, r, len(stage.replicas)),
+                pipeline=p,
+                stage=s,
+                replica=r,
+                devices=stage.replicas[r].devices,
+                layers=tuple(sorted(stage.layers)),
+                sequences=share,
+                micro_batches=pipeline.micro_batches,
+                embedding=s == chunks[0][0],
+                head=s == chunks[-1][0],
+                previous=tuple(previous),
+                next=tuple(following),
+                context_parallel=plan.context_parallel,
+                sequence_slices=plan.sequence_slices,
+            )
+            lanes.append(lane)
     return lanes
 
 
