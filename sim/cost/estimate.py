@@ -438,16 +438,9 @@ MESSAGE, REDUCTION, GATHER = "messages", "gradient reduction", "parameter gather
 """What a lane can wait for."""
 
 
-@dataclass
-class _Step:
-    """What a lane does at one link of the chain: works, or only waits."""
-
-    end: int
-    before: int
-    """The lane's end before it."""
-    duration: int
-    work: WorkKey | None
-    waits_for: str | None
+_Step: TypeAlias = tuple[int, int, int, WorkKey | None, str | None]
+"""What a lane does at one link of the chain: its end, the lane's end before it, the number of its duration, its work (None where
+it only waits), and what it waits for."""
 
 
 @dataclass
@@ -475,6 +468,7 @@ class _Layout:
         self._estimate, self._folded = estimate, estimate.folded
         self.chain = _Chain(micro_batches)
         self._links = self.chain.links
+        self._slices = estimate.plan.sequence_slices
         lanes = self._folded.standing
         self._instructions = [self._folded.instructions(lane, micro_batches) for lane in lanes]
         self._lanes = [
@@ -490,16 +484,18 @@ class _Layout:
         self._at = [0] * len(lanes)
         self._ends = [0] * len(lanes)
         self._waits: list[list[tuple[int, int, str]]] = [[] for _ in lanes]
-        self._queues: dict[tuple[int, type[Instruction], str], int] = {}
+        self._queues: dict[object, int] = {}
         self._arrived: dict[tuple[int, int], int] = {}
         self._joined: list[list[tuple[Collective, int]]] = [[] for _ in lanes]
         self._next_joined = [0] * len(lanes)
         self._collective_ends, self._sum_ends = [0] * len(lanes), [0] * len(lanes)
         self._summed: set[Collective] = set()
         self._collected: dict[Collective, int] = {}
-        self._sends: list[dict[object, int]] = [{} for _ in lanes]
+        self._sends: list[dict[object, tuple[int, list[int], object]]] = [{} for _ in lanes]
+        """Of each group's messages, by what they are of a micro-batch: form, flows, and what they stand in line with."""
         self._receives: list[dict[object, int]] = [{} for _ in lanes]
-        self._works: list[dict[WorkKey, int]] = [{} for _ in lanes]
+        self._works: list[dict[WorkKey, tuple[int, tuple[list[int], ...]]]] = [{} for _ in lanes]
+        """Of each group's work: the number of its duration, and the flows of its collectives."""
         self._labels: list[tuple[int, WorkKey] | None] = []
         self.chain.steps = [[] for _ in lanes]
         waiting = {OptimizerStep}
@@ -561,7 +557,7 @@ class _Layout:
             end, latency, cause = waits.pop(0)
             before = self._ends[g]
             self._ends[g] = self._link(before, end, 0, latency)
-            self.chain.steps[g].append(_Step(self._ends[g], before, 0, None, cause))
+            self.chain.steps[g].append((self._ends[g], before, 0, None, cause))
 
     def _compute(self, g: int, instruction: Compute | OptimizerStep) -> bool:
         waits = self._waits[g]
@@ -577,33 +573,45 @@ class _Layout:
                     if queue not in latest or end > latest[queue][0]:
                         latest[queue] = end, 0, REDUCTION if isinstance(other, ReduceGradients) else GATHER
             waits += latest.values()
-        work = work_key(instruction, self._estimate.plan.sequence_slices)
-        number = self._works[g].get(work)
-        if number is None:
-            number = self._works[g][work] = self._estimate.work_number(g, instruction)
-        self._wait_for_all(g, but_last=True)
+        work = work_key(instruction, self._slices)
+        known = self._works[g].get(work)
+        if known is None:
+            number = self._estimate.work_number(g, instruction)
+            known = self._works[g][work] = number, tuple(map(self._flows, self._estimate.tensor_forms.get((g, work), ())))
+        number, flows = known
         before = self._ends[g]
-        end, latency, cause = waits.pop() if waits else (before, 0, "")
-        both = self._estimate.sum_number(latency, number) if latency else number
-        after = self._ends[g] = self._link(before, end, number, both, (g, work))
-        self.chain.steps[g].append(_Step(after, before, number, work, cause or None))
-        for form in self._estimate.tensor_forms.get((g, work), ()):
-            self.chain.flows.setdefault(form, []).append(after)
+        if waits:
+            self._wait_for_all(g, but_last=True)
+            before = self._ends[g]
+            end, latency, cause = waits.pop()
+            both = self._estimate.sum_number(latency, number) if latency else number
+            after = self._ends[g] = self._link(before, end, number, both, (g, work))
+            self.chain.steps[g].append((after, before, number, work, cause))
+        else:
+            after = self._ends[g] = self._link(before, before, number, number, (g, work))
+            self.chain.steps[g].append((after, before, number, work, None))
+        for flow in flows:
+            flow.append(after)
         return True
 
+    def _flows(self, form: int) -> list[int]:
+        """The ends of a form in the chain, to which more are added."""
+        return self.chain.flows.setdefault(form, [])
+
     def _send(self, g: int, instruction: Send) -> None:
-        self._wait_for_all(g)
-        kind = instruction.__class__
-        key = (kind, instruction.layer, instruction.peer, instruction.sequences)
-        form = self._sends[g].get(key)
-        if form is None:
-            form = self._sends[g][key] = self._estimate.message_form(g, self._folded.message(g, *key))
-        stream = (g, kind, instruction.peer)
+        if self._waits[g]:
+            self._wait_for_all(g)
+        key = (instruction.__class__, instruction.layer, instruction.peer, instruction.sequences)
+        known = self._sends[g].get(key)
+        if known is None:
+            form = self._estimate.message_form(g, self._folded.message(g, *key))
+            known = self._sends[g][key] = form, self._flows(form), (g, instruction.__class__, instruction.peer)
+        form, flows, stream = known
         ready = self._ends[g]
         duration = self._estimate.wire_numbers[form]
         end = self._link(ready, self._queues.get(stream, ready), duration, duration)
         self._queues[stream] = self._arrived[form, instruction.micro_batch] = end
-        self.chain.flows.setdefault(form, []).append(end)
+        flows.append(end)
 
     def _receive(self, g: int, instruction: Recv) -> bool:
         key = (instruction.__class__, instruction.layer, instruction.peer, instruction.sequences)
@@ -618,7 +626,8 @@ class _Layout:
 
     def _join(self, g: int, instruction: Collective) -> None:
         """Joins a collective, and lays out those that can now take place: all members have come, and are through with others."""
-        self._wait_for_all(g)
+        if self._waits[g]:
+            self._wait_for_all(g)
         self._joined[g].append((instruction, self._ends[g]))
         ready = [instruction]
         while ready:
@@ -654,7 +663,7 @@ class _Layout:
             reached = self._link(reached, other, 0, 0)
         duration = self._estimate.wire_numbers[form]
         end = self._link(reached, ends[-1], duration, duration)
-        self.chain.flows.setdefault(form, []).append(end)
+        self._flows(form).append(end)
         return end
 
     # --- What repeats itself ---
@@ -1024,10 +1033,10 @@ class Estimate:
         found = []
         for steps in chain.steps:
             busy = 0.0
-            for step in steps:
-                if step.work is not None:
-                    seconds = timing.durations[step.duration] + (further[step.end - 1] if further else 0.0)
-                    busy += seconds * (1 + times) if last - links < step.end <= last else seconds
+            for end, _, duration, key, _ in steps:
+                if key is not None:
+                    seconds = timing.durations[duration] + (further[end - 1] if further else 0.0)
+                    busy += seconds * (1 + times) if last - links < end <= last else seconds
             found.append(busy)
         return found
 
@@ -1073,15 +1082,15 @@ class Estimate:
         late = [g for g, last in enumerate(chain.last) if max(ends[end] for end in last) >= end_s * (1 - 1e-12)]
         g = max(late, key=lambda g: ends[chain.last[g][0]])
         found = dict.fromkeys(("forward", "backward", "collectives", MESSAGE, REDUCTION, GATHER, "optimizer", "step"), 0.0)
-        for step in chain.steps[g]:
-            worked = timing.durations[step.duration]
-            more = further[step.end - 1] if further else 0.0
-            if step.waits_for is not None:
-                found[step.waits_for] += ends[step.end] - ends[step.before] - worked - more
-            if step.work is None:
+        for end, before, duration, key, waits_for in chain.steps[g]:
+            worked = timing.durations[duration]
+            more = further[end - 1] if further else 0.0
+            if waits_for is not None:
+                found[waits_for] += ends[end] - ends[before] - worked - more
+            if key is None:
                 continue
-            kind = step.work[0]
-            inside = timing.inside[step.duration]
+            kind = key[0]
+            inside = timing.inside[duration]
             cause = "optimizer" if kind is OptimizerStep else "forward" if kind is Forward else "backward"
             found[cause] += worked - inside
             found["collectives"] += inside + more

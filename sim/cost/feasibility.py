@@ -47,6 +47,8 @@ def _devices(plan: Plan, cluster: Cluster) -> Infeasible | None:
 
 def _precision(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The first device whose kind lacks the precision."""
+    if all(node.gpu.peak(plan.precision) is not None for node in cluster.nodes):
+        return None
     for name in plan.devices:
         kind = cluster.device(name).gpu
         if kind.peak(plan.precision) is None:
@@ -101,8 +103,11 @@ def _batch(plan: Plan) -> Infeasible | None:
 def _memory(plan: Plan, cluster: Cluster) -> Infeasible | None:
     """The device that lacks the most memory."""
     worst: tuple[int, str, int, MemoryParts] | None = None
+    least_bytes = min(node.gpu.memory_bytes for node in cluster.nodes)
     for p, s, r, parts in lane_parts(plan, cluster.stack):
         need_bytes = parts.total
+        if need_bytes <= least_bytes:
+            continue
         for name in plan.pipelines[p].stages[s].replicas[r].devices:
             have_bytes = cluster.device(name).gpu.memory_bytes
             excess = need_bytes - have_bytes

@@ -152,9 +152,10 @@ class Network:
         else:
             links = self._across(sender, receiver)
             latency_s, step_s = self.cluster.fabric.latency_s, self.cluster.fabric.step_s
-        for pair in ((sender.node.name, receiver.node.name), (sender.name, receiver.name)):
-            if pair in self._matrix:
-                links.append((self._link(f"{pair[0]}=>{pair[1]}", self._matrix[pair]), 1.0))
+        if self._matrix:
+            for pair in ((sender.node.name, receiver.node.name), (sender.name, receiver.name)):
+                if pair in self._matrix:
+                    links.append((self._link(f"{pair[0]}=>{pair[1]}", self._matrix[pair]), 1.0))
         for link, _ in links:
             latency_s += self.links[link].latency_s
         return Path(tuple(links), latency_s, step_s)

@@ -290,19 +290,29 @@ def lane_instructions(plan: Plan, lane: Lane, shared_ends: Mapping[LayerRange, s
     order = order_of(plan.schedule, pipeline, position, lane.micro_batches, lane.sequence_slices)
     each = plan.zero_stage >= 2  # gradients are scattered at every micro-batch, not once for all
     ends = tuple(end for end, held_by in shared_ends.items() if lane.name in held_by)
+    entering = [[(e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start] for start, _ in lane.layers]
+    leaving = [[(e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop] for _, stop in lane.layers]
+    last_backward = lane.last_backward
     for kind, m, chunk in order:
-        layers = start, stop = lane.layers[chunk]
+        layers = lane.layers[chunk]
         if kind is Forward:
-            yield from (RecvActivation(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start)
+            for edge in entering[chunk]:
+                yield RecvActivation(m, *edge)
             yield from _forward(lane, m, layers)
-            yield from (SendActivation(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
+            for edge in leaving[chunk]:
+                yield SendActivation(m, *edge)
             continue
         sends: list[SendGradient] = []
         if kind is not BackwardWeight:
-            yield from (RecvGradient(m, e.layer, e.peer, e.sequences) for e in lane.next if e.layer == stop)
-            sends = [SendGradient(m, e.layer, e.peer, e.sequences) for e in lane.previous if e.layer == start]
-        last = m == lane.last_backward
-        reduce = (each or last) and kind is not BackwardInput
+            for edge in leaving[chunk]:
+                yield RecvGradient(m, *edge)
+            sends = [SendGradient(m, *edge) for edge in entering[chunk]]
+        last = m == last_backward
+        if not (each or last):  # nothing is divided or exchanged
+            yield kind(m, layers)
+            yield from sends
+            continue
+        reduce = kind is not BackwardInput
         # The ends are whole on their lanes under every ZeRO stage, so that one sum of all micro-batches is enough.
         here = [end for end in ends if last and layers == (lane.layers[0] if end == (0, 0) else lane.layers[-1])]
         yield from _backward(lane, kind, m, layers, sends, here, reduce, m if each else None)
@@ -322,10 +332,10 @@ def _shared_ends(plan: Plan, lanes: list[Lane]) -> dict[LayerRange, set[str]]:
 
 def _forward(lane: Lane, m: int, layers: LayerRange) -> Iterator[Instruction]:
     """The forward of one chunk; under ZeRO 3 part by part, the next part's parameters gathered meanwhile."""
-    parts = lane.parts(layers, m, backward=False)
     if not lane.gathers(layers):
         yield Forward(m, layers)
         return
+    parts = lane.parts(layers, m, backward=False)
     yield GatherParameters(parts[0], m)
     for i, part in enumerate(parts):
         if i + 1 < len(parts):

@@ -161,7 +161,8 @@ def work_key(instruction: Compute | OptimizerStep, sequence_slices: int) -> Work
     """What decides the work of a compute instruction in its lane: all micro-batches take the same, but not their slices."""
     if isinstance(instruction, OptimizerStep):
         return OptimizerStep, None, 0
-    return type(instruction), instruction.layers, instruction.micro_batch % sequence_slices
+    place = instruction.micro_batch % sequence_slices if sequence_slices > 1 else 0
+    return instruction.__class__, instruction.layers, place
 
 
 # --- Lanes -----------------------------------------------------------------------------------------------------------
