@@ -182,7 +182,7 @@ def test_sequences_are_not_divided_over_a_slow_network() -> None:
 
 def test_motley_shards_where_memory_is_tight_and_links_are_fast() -> None:
     work = job(LARGE, sequence_length=4096, batch=64)
-    found = partition.plan(NVLINK, work, budget_s=6.0)
+    found = partition.plan(NVLINK, work, budget_s=60.0)  # it ends by itself, well before
     assert found.plan is not None and found.plan.zero_stage >= 2
     assert found.cost is not None
     least_s = min(simulate(make_plan(NVLINK, work, *entry[1:]), NVLINK).iteration_s for entry in ranked(NVLINK, work)[:4])
