@@ -137,6 +137,11 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
     return Explanation(trace, path, tuple(effects), left_out)
 
 
+def padded_vocabulary(plan: Plan, cluster: Cluster, seed: int = 0) -> Effect | None:
+    """What the plan would take with its vocabulary padded; None where that changes no rank's kernels."""
+    return next((_effect(change, seed) for change in _padded_vocabulary(plan, cluster)), None)
+
+
 def _effect(change: Change, seed: int) -> Effect:
     """What the simulation says of a change."""
     if change.why_not is not None:

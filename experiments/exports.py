@@ -356,6 +356,11 @@ def _megatron_padding(model: Transformer, tensor: int, notes: _Notes) -> list[st
     for multiple in (128, *(2**i for i in range(15))):
         step = multiple * tensor
         if -(-model.vocab // step) * step == model.padded_vocab:
+            if model.padded_vocab // tensor % 8:  # of 16 bits, 16 bytes
+                notes.by_hand.append(
+                    f"the plan's {model.padded_vocab:,} rows of the vocabulary are not padded, which costs tensor cores time: "
+                    "without --make-vocab-size-divisible-by Megatron-LM pads them to multiples of 128"
+                )
             return [] if multiple == 128 else [f"--make-vocab-size-divisible-by {multiple}"]
     notes.differs.append(
         f"{model.padded_vocab:,} rows of the embedding for a vocabulary of {model.vocab:,}: Megatron-LM has others"

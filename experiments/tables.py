@@ -343,6 +343,14 @@ def attention_line(report: Report, plan: Plan) -> str | None:
     return f"{per_cent(share, 0)} of the FLOP are causally masked attention, without which MFU is {without}"
 
 
+def changed_line(effect: Effect, before_s: float) -> str | None:
+    """What a change would gain; None where it cannot be made, or gains nothing."""
+    if effect.iteration_s is None or effect.iteration_s >= before_s:
+        return None
+    less = 1 - effect.iteration_s / before_s
+    return f"{effect.name}, an iteration would take {seconds(effect.iteration_s)} (-{per_cent(less)})"
+
+
 def training_line(training: Training, devices: int) -> str:
     """What a whole training takes, on one line."""
     spent = ", no price known" if training.dollars is None else f", {money(training.dollars)}"

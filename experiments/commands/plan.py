@@ -36,6 +36,7 @@ from experiments.commands.options import (
 )
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
+from experiments.explain import padded_vocabulary
 from experiments.judges import SIMULATE, judge_named
 from experiments.output import Outputs, outputs
 from experiments.progress import count_progress, search_progress
@@ -43,6 +44,7 @@ from experiments.tables import (
     alternatives_table,
     attention_line,
     bound_line,
+    changed_line,
     front_table,
     how_it_ended,
     outlay_line,
@@ -251,6 +253,9 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, proven:
     files.say(outlay_line(outlay, result.plan))
     if (counted := attention_line(found, result.plan)) is not None:
         files.say(counted)
+    padded = padded_vocabulary(result.plan, cluster, by.seed)
+    if padded is not None and (gained := changed_line(padded, trace.iteration_s)) is not None:
+        files.say(gained)
     if found.training is not None:
         files.say(training_line(found.training, len(cluster.devices)))
     if (unused := unused_line(result.plan, cluster)) is not None:

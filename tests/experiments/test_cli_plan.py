@@ -106,6 +106,17 @@ def test_plans_are_searched_and_simulated_on_the_stack_that_is_named(motley: Mot
     assert again["iteration_s"] == answer["iteration_s"]
 
 
+def test_what_a_vocabulary_that_is_not_padded_costs_is_told(motley: Motley, world: World) -> None:
+    out, slow = world.folder / "found.json", world.write("slow.yaml", TINY_CLUSTER + "stack: {unaligned_scale: 0.3}\n")
+    asked = ["--model", "gpt2", "--seq-len", 256, "--out", out]
+    ran = motley(*arguments(world, "--cluster", slow, *asked, planner="megatron"))
+    assert ran.code == 0, ran.err
+    told = re.search(r"vocabulary padded to ([\d,]+) \(was 50,257\), an iteration would take \S+ m?s \(-[\d.]+ %\)", ran.out)
+    assert told is not None and int(told[1].replace(",", "")) % 128 == 0
+    # Motley's own stack is taken to lose nothing.
+    assert "vocabulary padded" not in motley(*arguments(world, *asked, "--out", world.folder / "b.json", planner="megatron")).out
+
+
 @pytest.mark.parametrize("flag", ["--json", "--out"])
 def test_standard_output_is_nothing_but_json_where_it_is_asked_for(motley: Motley, world: World, flag: str) -> None:
     ran = motley(*arguments(world, flag, "-"))
