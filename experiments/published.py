@@ -289,7 +289,8 @@ class _Row:
             return "zb-v", (2,)
         if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "split-1f1b", "eager-1f1b"):
             return self._one_chunk(name)
-        if re.search(r"zero.?bubble|zb", text):
+        # Nor are those ours whose stages do not wait for the end of a batch.
+        if re.search(r"zero.?bubble|zb|\basync(hronous)?[ -]?(1f1b|pipe)|2bw", text):
             raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
