@@ -85,9 +85,16 @@ from sim.spec.stack import Stack
 if TYPE_CHECKING:
     from sim.cost.meeting import Course, Routes
 
-COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep)
-SEND_TYPES = (SendActivation, SendGradient)
 COLLECTIVE_TYPES = (ReduceGradients, GatherParameters)
+
+COMPUTES, SENDS, RECEIVES, JOINS = "computes", "sends", "receives", "joins"
+_ROLES: Mapping[type[Instruction], str] = {
+    **dict.fromkeys((Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep), COMPUTES),
+    **dict.fromkeys((SendActivation, SendGradient), SENDS),
+    **dict.fromkeys((RecvActivation, RecvGradient), RECEIVES),
+    **dict.fromkeys(COLLECTIVE_TYPES, JOINS),
+}
+"""What a lane does with each type of instruction."""
 
 
 def estimation(cluster: Cluster, job: Job) -> Forecast:
@@ -524,21 +531,21 @@ class _Layout:
     def _turn(self, g: int) -> int:
         """How many instructions the lane executed: those up to its second computation, or to one that has to wait."""
         instructions, at = self._instructions[g], self._at[g]
-        begun, computed = at, False
-        while at < len(instructions):
-            instruction = instructions[at]
-            kind: Any = instruction.__class__
-            if kind in COMPUTE_TYPES:
-                if computed or not self._compute(g, instruction):  # type: ignore[arg-type]
+        begun, computed, count = at, False, len(instructions)
+        while at < count:
+            instruction: Any = instructions[at]
+            role = _ROLES.get(instruction.__class__)
+            if role is RECEIVES:
+                if not self._receive(g, instruction):
+                    break
+            elif role is COMPUTES:
+                if computed or not self._compute(g, instruction):
                     break
                 computed = True
-            elif kind in SEND_TYPES:
-                self._send(g, instruction)  # type: ignore[arg-type]
-            elif kind in COLLECTIVE_TYPES:
-                self._join(g, instruction)  # type: ignore[arg-type]
-            elif kind is RecvActivation or kind is RecvGradient:
-                if not self._receive(g, instruction):  # type: ignore[arg-type]
-                    break
+            elif role is SENDS:
+                self._send(g, instruction)
+            elif role is JOINS:
+                self._join(g, instruction)
             else:
                 raise TypeError(f"no estimate for {instruction!r}")
             at += 1
@@ -672,9 +679,10 @@ class _Layout:
         """The stretch in which the turns of all lanes repeat themselves; see `_Chain.period`."""
         known: dict[object, int] = {}
         rounds = []
+        looking_back = np.array(self._links, np.int64).reshape(-1, 4)
+        looking_back[:, :2] = np.arange(1, len(looking_back) + 1)[:, None] - looking_back[:, :2]
         for begin, end in pairwise(sweeps):
-            shape = tuple((n - i, n - j, k, l) for n, (i, j, k, l) in enumerate(self._links[begin:end], begin + 1))  # noqa: E741
-            rounds.append(known.setdefault(shape, len(known)))
+            rounds.append(known.setdefault(looking_back[begin:end].tobytes(), len(known)))
         for turns in range(1, len(rounds) // 3 + 1):
             begin = end = 0
             first: int | None = None
@@ -692,10 +700,10 @@ class _Layout:
             links = last - sweeps[end - turns]
             micro_batches = self._balanced(last - links, last)
             if micro_batches:
-                back = max(n - min(i, j) for n, (i, j, _, _) in enumerate(self._links[last - links : last], last - links + 1))
+                back = int(looking_back[last - links : last, :2].max())
                 # What follows looks back at the stretch, too.
-                after = (min(i, j) for i, j, _, _ in self._links[last:])
-                return last, links, micro_batches, max(back, *(last + 1 - n for n in after if n <= last))
+                after = min([min(i, j) for i, j, _, _ in self._links[last:]], default=last)
+                return last, links, micro_batches, max(back, last + 1 - after)
         return None
 
     def _balanced(self, begin: int, end: int) -> int:

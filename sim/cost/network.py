@@ -72,6 +72,8 @@ class Network:
         self.links: list[Link] = []
         self._by_name: dict[str, int] = {}
         self._paths: dict[tuple[str, str], Path] = {}
+        self._ways: dict[tuple[str, str, bool], list[tuple[int, float]]] = {}
+        """The parts of paths between a device and the fabric, by device, protocol and direction."""
         self._cards: set[int] = set()
         """The links of NICs, one of which every path between nodes crosses on each side."""
         self._overrides: Mapping[str, LinkOverride] = {link.name: link for link in cluster.link_overrides}
@@ -197,8 +199,7 @@ class Network:
         a, b = sender.node, receiver.node
         assert a.nic is not None and b.nic is not None  # the cluster checked it
         protocol = _protocol(a.nic, b.nic)
-        links = [(link, 1.0) for link in self._to_nic(sender)]
-        links.append(self._nic(a, a.nic, sender, protocol, outward=True))
+        links = [*self._way(sender, a.nic, protocol, outward=True)]
         oversubscription = self.cluster.fabric.oversubscription
         racks = rack_name(a), rack_name(b)
         if oversubscription > 1 and racks[0] != racks[1]:
@@ -208,9 +209,16 @@ class Network:
             for here, there in pairwise(self._between_sites(a.site, b.site)):
                 wan = self._sites.edges[here, there]
                 links.append((self._link(f"site:{here}>site:{there}", wan["bandwidth_bytes_per_s"], wan["latency_s"]), 1.0))
-        links.append(self._nic(b, b.nic, receiver, protocol, outward=False))
-        links += [(link, 1.0) for link in self._from_nic(receiver)]
-        return links
+        return links + self._way(receiver, b.nic, protocol, outward=False)
+
+    def _way(self, device: Device, nic: Nic, protocol: str, outward: bool) -> list[tuple[int, float]]:
+        """The links from a device to the fabric, or back, with the bytes on each per byte sent."""
+        found = self._ways.get((device.name, protocol, outward))
+        if found is None:
+            inside = self._to_nic(device) if outward else self._from_nic(device)
+            card, own = self._nic(device.node, nic, device, protocol, outward), [(link, 1.0) for link in inside]
+            found = self._ways[device.name, protocol, outward] = [*own, card] if outward else [card, *own]
+        return found
 
     def _nic(self, node: Node, nic: Nic, device: Device, protocol: str, outward: bool) -> tuple[int, float]:
         """The link between a device's NIC and the fabric, and the bytes on it per byte sent."""

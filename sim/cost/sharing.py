@@ -63,6 +63,10 @@ def routes(transfers: Sequence[Transfer], capacities: Sequence[float], sizes_byt
     for link in sorted(by_link):
         by_users.setdefault(frozenset(by_link[link]), []).append(link)
     for users, links in by_users.items():
+        if len(users) == 1:  # of one transfer's own links the first of the slowest
+            (only,) = users
+            kept.append(max(links, key=lambda link: by_link[link][only]))
+            continue
         for i, link in enumerate(links):
             load = by_link[link]
             dominated = any(

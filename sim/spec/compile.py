@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias
 
 from sim.spec.counts import layer_parameters
 from sim.spec.plan import LayerRange, Pipeline, Plan, Stage
@@ -53,7 +54,8 @@ def lanes_of(plan: Plan) -> tuple[list[Lane], Mapping[LayerRange, set[str]]]:
     Raises InputError as `compile_plan` does.
     """
     _refuse_unsupported(plan)
-    lanes = _with_buckets(plan, [lane for p in range(len(plan.pipelines)) for lane in pipeline_lanes(plan, p)])
+    buckets = _buckets(plan)
+    lanes = [lane for p in range(len(plan.pipelines)) for lane in pipeline_lanes(plan, p, buckets)]
     _check_shard_group(plan, lanes)
     return lanes, _shared_ends(plan, lanes)
 
@@ -177,13 +179,15 @@ def lane_name(pipeline: int, stage: int, replica: int, replicas: int) -> str:
     return f"p{pipeline}s{stage}" + (f"r{replica}" if replicas > 1 else "")
 
 
-def pipeline_lanes(plan: Plan, p: int) -> list[Lane]:
-    """The lanes of the pipeline of this index with their neighbours, without buckets and instructions."""
+def pipeline_lanes(plan: Plan, p: int, buckets: Buckets | None = None) -> list[Lane]:
+    """The lanes of the pipeline of this index with their neighbours, without instructions; if none are given, without buckets."""
     pipeline, lanes = plan.pipelines[p], []
     chunks = pipeline.chunks
     # From one chunk to the next of the same stage nothing is sent.
     crossings = [(a, b, layer) for (a, (_, layer)), (b, _) in pairwise(chunks) if a != b]
     for s, stage in enumerate(pipeline.stages):
+        layers = tuple(sorted(stage.layers))
+        own_buckets, split = ((), "none") if buckets is None else buckets[layers]
         for r, share in enumerate(_shares(stage)):
             previous = [edge for a, b, layer in crossings if b == s for edge in _edges(pipeline, p, a, share, layer)]
             following = [edge for a, b, layer in crossings if a == s for edge in _edges(pipeline, p, b, share, layer)]
@@ -193,13 +197,15 @@ def pipeline_lanes(plan: Plan, p: int) -> list[Lane]:
                 stage=s,
                 replica=r,
                 devices=stage.replicas[r].devices,
-                layers=tuple(sorted(stage.layers)),
+                layers=layers,
                 sequences=share,
                 micro_batches=pipeline.micro_batches,
                 embedding=s == chunks[0][0],
                 head=s == chunks[-1][0],
                 previous=tuple(previous),
                 next=tuple(following),
+                buckets=own_buckets,
+                split=split,
                 context_parallel=plan.context_parallel,
                 sequence_slices=plan.sequence_slices,
             )
@@ -251,15 +257,23 @@ def bucket_layers(transformer: Transformer) -> int:
     return -(-BUCKET_PARAMETERS // layer_parameters(transformer))
 
 
-def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
-    """The lanes with the layer ranges in which their gradients are reduced, and how their backwards are split for it.
+Buckets: TypeAlias = Mapping[tuple[LayerRange, ...], tuple[tuple[LayerRange, ...], str]]
+"""By the layers of a lane: its `buckets` and its `split`."""
+
+
+def _buckets(plan: Plan) -> Buckets:
+    """The layer ranges in which the lanes' gradients are reduced, and how their backwards are split for it.
 
     The ranges are those of the common refinement of all pipelines' cuts. With overlap they are divided further, so that a
     reduction can begin while the backward of earlier layers goes on. ZeRO 2 and 3 always divide: they scatter gradients at
     every micro-batch, so that no more than a bucket or two of them is ever whole. Each bucket has at least
     BUCKET_PARAMETERS, but for the first layers of a range, which get what is left.
     """
-    cuts, per_bucket = Counter(lane.layers for lane in lanes), bucket_layers(plan.transformer)
+    cuts: Counter[tuple[LayerRange, ...]] = Counter()
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            cuts[tuple(sorted(stage.layers))] += len(stage.replicas)
+    per_bucket = bucket_layers(plan.transformer)
     buckets: list[LayerRange] = []
     for start, stop in common_refinement([r for cut in cuts for r in cut]):
         copies = sum(count for cut, count in cuts.items() if any(a <= start and stop <= b for a, b in cut))
@@ -277,7 +291,7 @@ def _with_buckets(plan: Plan, lanes: list[Lane]) -> list[Lane]:
         own = tuple(b for b in buckets if any(start <= b[0] and b[1] <= stop for start, stop in cut))
         complete = sum(b - a for a, b in own) == sum(b - a for a, b in cut)
         owned[cut] = own, split if own and complete else "none"
-    return [replace(lane, buckets=owned[lane.layers][0], split=owned[lane.layers][1]) for lane in lanes]
+    return owned
 
 
 # --- Instructions ----------------------------------------------------------------------------------------------------
