@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from sim.spec.counts import PRECISION_BYTES, RECOMPUTE
+from sim.spec.counts import PRECISION_BYTES, RECOMPUTE, aligned
 from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.reading import InputError, nearest
 from sim.spec.transformer import Transformer, presets
@@ -246,7 +246,7 @@ def to_megatron(plan: Plan) -> Export:
         f"--global-batch-size {plan.global_batch}",
         f"--seq-length {plan.sequence_length}",
         f"--max-position-embeddings {max(model.max_positions, plan.sequence_length)}",
-        *_megatron_padding(model, grid.tensor, notes),
+        *_megatron_padding(plan, grid.tensor, notes),
     ]
     if grid.context > 1:
         flags.append(f"--context-parallel-size {grid.context}")
@@ -351,15 +351,16 @@ def _megatron_model(model: Transformer, notes: _Notes) -> list[str]:
     return flags
 
 
-def _megatron_padding(model: Transformer, tensor: int, notes: _Notes) -> list[str]:
+def _megatron_padding(plan: Plan, tensor: int, notes: _Notes) -> list[str]:
     """The flag of the rows that the embedding is filled up to: multiples of a number, 128 by default, times the tensor ranks."""
+    model = plan.transformer
     for multiple in (128, *(2**i for i in range(15))):
         step = multiple * tensor
         if -(-model.vocab // step) * step == model.padded_vocab:
-            if model.padded_vocab // tensor % 8:  # of 16 bits, 16 bytes
+            if multiple != 128 and not aligned(model, tensor, plan.precision)[-1]:
                 notes.by_hand.append(
-                    f"the plan's {model.padded_vocab:,} rows of the vocabulary are not padded, which costs tensor cores time: "
-                    "without --make-vocab-size-divisible-by Megatron-LM pads them to multiples of 128"
+                    f"a rank's part of the plan's {model.padded_vocab:,} rows of the vocabulary is no multiple of 16 bytes, "
+                    "which costs tensor cores time: without --make-vocab-size-divisible-by Megatron-LM makes it a multiple of 128"
                 )
             return [] if multiple == 128 else [f"--make-vocab-size-divisible-by {multiple}"]
     notes.differs.append(

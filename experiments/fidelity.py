@@ -123,39 +123,36 @@ class _Unmodelled(Exception):
 def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, float, str]:
     """The plan of a run, or the fastest that fits of those it may have had, with its cluster and seconds; and what is odd about
     its memory, if anything is: what was run did fit."""
-    fitting: list[tuple[Plan, str]] = []
-    refusals: list[str] = []
+    fitting: list[tuple[int, Plan, str]] = []
+    refusals: dict[int, str] = {}
     network = _network(world.cluster, constants)
     cluster = network.cluster
-    for plan in world.candidates:
+    for number, plan in enumerate(world.candidates):
         try:
             reason = infeasible(plan, cluster)
         except InputError as error:
-            refusals.append(str(error))
+            refusals[number] = str(error)
             continue
         # What was run did fit, whatever is said of its memory; of that, other figures tell.
         if reason is not None and (unpublished(world) or reason.reason != "memory"):
-            refusals.append(reason.message)
+            refusals[number] = reason.message
         else:
-            fitting.append((plan, _far_from_fitting(reason)))
+            fitting.append((number, plan, _far_from_fitting(reason)))
     # What cannot be the fastest is not looked into: a large job takes a second for each plan.
-    least = [least_s(plan, network) if len(fitting) > 1 else 0.0 for plan, _ in fitting]
-    best_s, best = math.inf, len(fitting)
-    for i in sorted(range(len(fitting)), key=least.__getitem__):
-        if least[i] > best_s:
+    least = {number: least_s(plan, network) if len(fitting) > 1 else 0.0 for number, plan, _ in fitting}
+    found: list[tuple[float, int, Plan, str]] = []
+    for number, plan, unfit in sorted(fitting, key=lambda entry: least[entry[0]]):
+        if found and least[number] > min(found)[0] * (1 + 1e-9):
             break
         check_interrupt()
         try:
-            seconds = Estimate(fitting[i][0], cluster, network).iteration_s()
+            found.append((Estimate(plan, cluster, network).iteration_s(), number, plan, unfit))
         except InputError as error:  # a plan of which no program is made
-            refusals.append(str(error))
-            continue
-        if (seconds, i) < (best_s, best):
-            best_s, best = seconds, i
-    if best == len(fitting):
-        raise _Unmodelled(f"not modelled: {refusals[0]}")
-    plan, unfit = fitting[best]
-    return plan, cluster, best_s, unfit
+            refusals[number] = str(error)
+    if not found:
+        raise _Unmodelled(f"not modelled: {refusals[min(refusals)]}")
+    seconds, _, plan, unfit = min(found)
+    return plan, cluster, seconds, unfit
 
 
 def _far_from_fitting(reason: Infeasible | None) -> str:

@@ -283,14 +283,15 @@ class _Row:
             return "interleaved", (run.vpp,)
         text = self._text("schedule", self.assumption.schedule)
         text = _SCHEDULE_WORDS.get(text, text)
+        if re.search(_NO_FLUSH, text):
+            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         if "non-interleaved" in text:
             return self._one_chunk("1f1b")
         if "zb-v" in text and "half" not in text and "min" not in text:  # V-Half and V-Min are other orders
             return "zb-v", (2,)
         if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "split-1f1b", "eager-1f1b"):
             return self._one_chunk(name)
-        # Nor are those ours whose stages do not wait for the end of a batch.
-        if re.search(r"zero.?bubble|zb|\basync(hronous)?[ -]?(1f1b|pipe)|2bw", text):
+        if re.search(r"zero.?bubble|zb", text):
             raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
@@ -552,6 +553,9 @@ _PCIE_GENERATION = re.compile(
 _MOST_CHUNKS = 12
 """The most chunks of layers a stage that are tried where a row does not tell them; of 115 shipped runs that do, 109 have no
 more."""
+
+_NO_FLUSH = r"2bw|async(?!.*(p2p|comm|send|tensor|tp\b|all-?reduce))"
+"""What a schedule is called whose stages do not wait for the end of a batch: asynchronous, where nothing that is sent is."""
 
 _HANDCRAFTED = {"zb-h1": "zb-1p", "zb-h2": "zb-2p"}
 """The names of zero-bubble orders that are written by hand, and our schedules of these orders (Qi et al., 2024)."""

@@ -343,11 +343,15 @@ def attention_line(report: Report, plan: Plan) -> str | None:
     return f"{per_cent(share, 0)} of the FLOP are causally masked attention, without which MFU is {without}"
 
 
+LEAST_GAIN = 1e-3
+"""The least part of an iteration that is worth a line."""
+
+
 def changed_line(effect: Effect, before_s: float) -> str | None:
     """What a change would gain; None where it cannot be made, or gains nothing."""
-    if effect.iteration_s is None or effect.iteration_s >= before_s:
+    less = 0.0 if effect.iteration_s is None else 1 - effect.iteration_s / before_s
+    if less < LEAST_GAIN:
         return None
-    less = 1 - effect.iteration_s / before_s
     return f"{effect.name}, an iteration would take {seconds(effect.iteration_s)} (-{per_cent(less)})"
 
 

@@ -255,6 +255,8 @@ def test_rows_of_the_embedding_are_filled_up_as_the_model_has_them() -> None:
     # GPT-2's are not: a rank's rows of 16 bits are no multiple of 16 bytes.
     unpadded = text_of(grid(tensor=1, model="gpt2", sequence_length=1024), "megatron")
     assert flags_of(unpadded)["--make-vocab-size-divisible-by"] == "1" and "50,257 rows of the vocabulary" in unpadded
+    whole = grid(tensor=1, model="gpt2", sequence_length=1024, precision="fp32")
+    assert "rows of the vocabulary" not in text_of(whole, "megatron")  # 4 bytes each are no matter
     assert "rows of the vocabulary" not in text_of(grid(tensor=2, model="gpt3-13b"), "megatron")
 
 

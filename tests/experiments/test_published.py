@@ -237,8 +237,8 @@ def test_a_source_that_is_not_known_is_taken_to_be_megatron_and_says_so() -> Non
         ({"schedule": "DualPipe"},
          "schedule 'DualPipe'; accepted: gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
          "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
-        ({"schedule": "async 1F1B"},
-         "schedule 'async 1F1B'; accepted: gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
+        ({"schedule": "1F1B (async)"},
+         "schedule '1F1B (async)'; accepted: gpipe, 1f1b, split-1f1b, eager-1f1b, interleaved, zb-1p, zb-2p, zb-v, zb-h1, zb-h2, "
          "none, default, pipedream-flush, afab, zbv, zb1p, zb2p"),
         ({"schedule": "interleaved 1F1B", "num_layers": 4},
          "vpp, which is not published: 4 layers over pp 4 have no equal chunks"),
