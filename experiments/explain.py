@@ -21,7 +21,7 @@ from sim.critical import CriticalPath, critical_path
 from sim.engine import simulate
 from sim.spec.cluster import BandwidthMatrix, Cluster, LinkOverride, Node
 from sim.spec.compile import lane_name
-from sim.spec.counts import PRECISION_BYTES, aligned, unfused_scores
+from sim.spec.counts import PRECISION_BYTES, unfused_scores, with_padded_vocabulary
 from sim.spec.judge import Infeasible
 from sim.spec.plan import COUNTED_SCHEDULES, SLICED_SCHEDULES, Pipeline, Plan, Replica, Stage, slice_counts
 from sim.spec.reading import InputError
@@ -30,9 +30,6 @@ from sim.spec.trace import Trace
 
 FASTER_LINK, FASTER_COMPUTE, FASTER_HOST = 2.0, 1.1, 2.0
 """How many times as fast a class of links, the computation of a stage or kind, or the launch of a kernel is taken to be."""
-
-PADDED_ROWS = 128
-"""Rows a tensor rank to whose multiples Megatron-LM pads a vocabulary."""
 
 _FASTER = f"compute {(FASTER_COMPUTE - 1) * 100:.0f} % faster"
 
@@ -137,7 +134,7 @@ def explain(plan: Plan, cluster: Cluster, seed: int = 0, counting: Counting = _u
     return Explanation(trace, path, tuple(effects), left_out)
 
 
-def padded_vocabulary(plan: Plan, cluster: Cluster, seed: int = 0) -> Effect | None:
+def effect_of_padding(plan: Plan, cluster: Cluster, seed: int = 0) -> Effect | None:
     """What the plan would take with its vocabulary padded; None where that changes no rank's kernels."""
     return next((_effect(change, seed) for change in _padded_vocabulary(plan, cluster)), None)
 
@@ -287,14 +284,11 @@ def _fused_softmax(plan: Plan, cluster: Cluster) -> Iterator[Change]:
 
 
 def _padded_vocabulary(plan: Plan, cluster: Cluster) -> Iterator[Change]:
-    """The vocabulary padded to PADDED_ROWS rows a rank, where tensor cores do not take what a rank has of it as it lies."""
-    model, degrees = plan.transformer, plan.tensor_degrees
-    step = PADDED_ROWS * math.lcm(*degrees)
-    rows = -(-model.padded_vocab // step) * step
-    padded = replace(model, padded_vocab=rows)
-    now, then = ([aligned(each, ranks, plan.precision)[-1] for ranks in degrees] for each in (model, padded))
-    if cluster.stack.unaligned_scale < 1 and now != then:  # where the hidden width is what does not fit, padding is of no use
-        yield Change(SPEED, f"vocabulary padded to {rows:,} (was {model.padded_vocab:,})", replace(plan, model=padded), cluster)
+    """The vocabulary padded, where tensor cores do not take what a rank has of it as it lies, and the stack loses time by it."""
+    padded = with_padded_vocabulary(plan.transformer, plan.tensor_degrees, plan.precision)
+    if cluster.stack.unaligned_scale < 1 and padded is not None:
+        rows, before = padded.padded_vocab, plan.transformer.padded_vocab
+        yield Change(SPEED, f"vocabulary padded to {rows:,} (was {before:,})", replace(plan, model=padded), cluster)
 
 
 def _computing(plan: Plan, cluster: Cluster, devices: Sequence[str], name: str) -> Change:

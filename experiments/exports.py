@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from sim.spec.counts import PRECISION_BYTES, RECOMPUTE, aligned
+from sim.spec.counts import PRECISION_BYTES, RECOMPUTE, with_padded_vocabulary
 from sim.spec.plan import Pipeline, Plan, Stage
 from sim.spec.reading import InputError, nearest
 from sim.spec.transformer import Transformer, presets
@@ -357,7 +357,7 @@ def _megatron_padding(plan: Plan, tensor: int, notes: _Notes) -> list[str]:
     for multiple in (128, *(2**i for i in range(15))):
         step = multiple * tensor
         if -(-model.vocab // step) * step == model.padded_vocab:
-            if multiple != 128 and not aligned(model, tensor, plan.precision)[-1]:
+            if with_padded_vocabulary(model, [tensor], plan.precision) is not None:
                 notes.by_hand.append(
                     f"a rank's part of the plan's {model.padded_vocab:,} rows of the vocabulary is no multiple of 16 bytes, "
                     "which costs tensor cores time: without --make-vocab-size-divisible-by Megatron-LM makes it a multiple of 128"

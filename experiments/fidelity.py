@@ -128,6 +128,7 @@ def _best(world: Modelled, constants: Constants | None) -> tuple[Plan, Cluster, 
     network = _network(world.cluster, constants)
     cluster = network.cluster
     for number, plan in enumerate(world.candidates):
+        check_interrupt()
         try:
             reason = infeasible(plan, cluster)
         except InputError as error:

@@ -283,8 +283,9 @@ class _Row:
             return "interleaved", (run.vpp,)
         text = self._text("schedule", self.assumption.schedule)
         text = _SCHEDULE_WORDS.get(text, text)
+        unknown = self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
         if re.search(_NO_FLUSH, text):
-            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
+            raise unknown
         if "non-interleaved" in text:
             return self._one_chunk("1f1b")
         if "zb-v" in text and "half" not in text and "min" not in text:  # V-Half and V-Min are other orders
@@ -292,7 +293,7 @@ class _Row:
         if (name := _HANDCRAFTED.get(text, text)) in ("zb-1p", "zb-2p", "gpipe", "split-1f1b", "eager-1f1b"):
             return self._one_chunk(name)
         if re.search(r"zero.?bubble|zb", text):
-            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
+            raise unknown
         if run.vpp is not None and ("1f1b" in text or "interleaved" in text):
             return "interleaved", (run.vpp,)
         if "interleaved" in text or text == "1f1b-i":
@@ -301,7 +302,7 @@ class _Row:
                 self._note(f"vpp {found[0]}")
             return "interleaved", found
         if "1f1b" not in text:
-            raise self._unknown("schedule", (*SCHEDULES, *_HANDCRAFTED, *_SCHEDULE_WORDS))
+            raise unknown
         return "interleaved", (1,) if run.schedule is not None else options
 
     def _chunk_counts(self) -> tuple[int, ...]:

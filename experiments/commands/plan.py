@@ -36,7 +36,7 @@ from experiments.commands.options import (
 )
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
-from experiments.explain import padded_vocabulary
+from experiments.explain import effect_of_padding
 from experiments.judges import SIMULATE, judge_named
 from experiments.output import Outputs, outputs
 from experiments.progress import count_progress, search_progress
@@ -253,7 +253,7 @@ def _show(result: Result, trace: Trace, found: Report, cluster: Cluster, proven:
     files.say(outlay_line(outlay, result.plan))
     if (counted := attention_line(found, result.plan)) is not None:
         files.say(counted)
-    padded = padded_vocabulary(result.plan, cluster, by.seed)
+    padded = effect_of_padding(result.plan, cluster, by.seed)
     if padded is not None and (gained := changed_line(padded, trace.iteration_s)) is not None:
         files.say(gained)
     if found.training is not None:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from sim.cost.network import NOTHING, Network, Path, Transfer, at_once, scaled, together
 from sim.spec.cluster import Node
-from sim.spec.gpu import fold
+from sim.spec.gpu import is_cpu
 from sim.spec.transformer import Moe
 
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -207,7 +207,8 @@ def _started(network: Network, steps: _Steps, num_bytes: float, flagged: bool = 
 
 def by_nccl(network: Network, devices: Sequence[str]) -> bool:
     """Whether NCCL does a collective; among CPUs it is gloo, which has rings alone."""
-    return not any(fold(kind).startswith("cpu") for kind in {network.cluster.device(name).gpu.name for name in devices})
+    kinds = {kind.name: kind for kind in [network.cluster.device(name).gpu for name in devices]}
+    return not any(map(is_cpu, kinds.values()))
 
 
 # --- Algorithms --------------------------------------------------------------------------------------------------------

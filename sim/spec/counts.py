@@ -10,8 +10,9 @@ back to the embedding width if there is one, and the output matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sim.spec.reading import InputError
@@ -343,6 +344,21 @@ def aligned(transformer: Transformer, tensor_parallel: int, precision: str) -> t
     layers = layer_matmuls(transformer, 1, tensor_parallel)
     matmuls = (*embedding_matmuls(transformer, 1), *layers, *head_matmuls(transformer, 1, tensor_parallel))
     return tuple(matmul.aligned(PRECISION_BYTES[precision]) for matmul in matmuls)
+
+
+PADDED_ROWS = 128
+"""Rows that Megatron-LM by default pads what a tensor rank has of a vocabulary to a multiple of."""
+
+
+def with_padded_vocabulary(transformer: Transformer, degrees: Collection[int], precision: str) -> Transformer | None:
+    """The model with its vocabulary padded to PADDED_ROWS rows a rank of each of some tensor-parallel degrees.
+
+    None where tensor cores take the output matmul no better so: they take it as it lies, or its width is what does not fit.
+    """
+    step = PADDED_ROWS * math.lcm(*degrees)
+    padded = replace(transformer, padded_vocab=-(-transformer.padded_vocab // step) * step)
+    now, then = ([aligned(each, ranks, precision)[-1] for ranks in degrees] for each in (transformer, padded))
+    return padded if now != then else None
 
 
 # --- Bytes kept for the backward pass --------------------------------------------------------------------------------
