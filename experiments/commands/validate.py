@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.agreement import MEMORY, TIME, summary
+from experiments.agreement import MEMORY, TIME, Comparison, summary
 from experiments.commands.options import ConstantsFile, whole_number
 from experiments.compilation import compile_first
 from experiments.exits import INTERRUPTED, NO_ANSWER, tell_error
@@ -33,7 +33,10 @@ DEFAULT_HOLDOUT, DEFAULT_SEED = 0.5, 0
 HOLDOUT_BY = ("run", "nodes", "source")
 
 MOST_DOUBTS = 5
-"""So many runs are told of that are not fitted on because a figure of theirs is doubtful."""
+"""So many runs are told of that are not fitted on because a figure of theirs is doubtful, or that a fit misses all the same."""
+
+FAR_OFF = 0.3
+"""A run of one's own that was fitted on, and that is missed by more than this fraction, is told of."""
 
 
 def _share(text: object) -> float:
@@ -213,6 +216,8 @@ def validate(
             tell_error(f"warning: not fitted on: {doubt}")
         for line in fitted.few:
             tell_error(f"warning: few runs to fit a stack on: {line}")
+        if runs is not None:
+            _tell_far_off(told.calibration)
         if share and not fitted.held:
             few = f"--holdout {share:g} by {by} left none of {len(measured)} runs out"
             tell_error(f"warning: {few}: what follows is of runs that the constants were fitted on")
@@ -241,6 +246,16 @@ def validate(
 def _but_for_names(run: Run) -> Run:
     """A run without what its file calls it."""
     return replace(run, id="", source_key="")
+
+
+def _tell_far_off(fitted_on: Sequence[Comparison]) -> None:
+    """Nothing; warns of runs whose iteration times a fit on them misses by far: no constant says what makes them take so long."""
+    errors = {c.id: c.predicted_s / c.measured_s - 1 for c in fitted_on if c.predicted_s is not None and c.measured_s}
+    far = sorted(((run, error) for run, error in errors.items() if abs(error) > FAR_OFF), key=lambda entry: -abs(entry[1]))
+    if far:
+        which = ", ".join(f"{run} {error:+.0%}" for run, error in far[:MOST_DOUBTS]) + (", ..." if len(far) > MOST_DOUBTS else "")
+        off = f"{len(far)} of {len(errors)} runs that it was fitted on are still missed by more than {FAR_OFF:.0%}"
+        tell_error(f"warning: {off}: {which}; others like them will be, too, and these may have drawn the constants away")
 
 
 def _tell_beside_shipped(files: Outputs, told: Replay, shipped: Replay, known: int) -> None:

@@ -252,6 +252,9 @@ def test_after_a_fit_only_runs_that_it_did_not_see_count(
     assert f"runs held out: {told}\n" in ran.out
     assert "the fit predicts the iteration times of the runs that it has not seen no better than the shipped constants" in ran.err
     assert "of the runs held out are published ones" not in ran.err
+    errors = [(run, by_id[run]["relative_error"]) for run in ("v-1", "v-3")]
+    told = ", ".join(f"{run} {error:+.0%}" for run, error in sorted(errors, key=lambda entry: -entry[1]))
+    assert f"warning: 2 of 2 runs that it was fitted on are still missed by more than 30%: {told}; others like" in ran.err
 
 
 def test_a_fit_tells_that_runs_held_out_are_published_ones(motley: Motley, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
