@@ -110,17 +110,18 @@ class Parameter:
     width: float
     further_starts: tuple[float, ...] = ()
     fewest_runs: int = 0
-    """With fewer runs and profiles it keeps the value that the stack has: too little to tell it from others."""
+    """A fit that has no record to stay near leaves it out with fewer runs and profiles: too little to tell it from others."""
     first_starts: tuple[float, ...] = ()
 
     def near(self, value: float, runs: int) -> Parameter:
-        """The parameter with its prior about a record's value; as it is where that is none of its values.
+        """The parameter with its prior about a record's value, or about its own middle where that is none of its values.
 
-        `runs` of a user's say the less beside what is shipped the fewer they are.
+        `runs` of a user's say the less beside what is shipped the fewer they are; fewer than `fewest_runs` half as much.
         """
+        width = self.width if runs >= self.fewest_runs else self.width / 2
         if not self.least <= value <= self.most:
-            return self
-        return replace(self, middle=value, width=self.width * math.sqrt(runs / (runs + RECORD_RUNS)))
+            return replace(self, width=width)
+        return replace(self, middle=value, width=width * math.sqrt(runs / (runs + RECORD_RUNS)))
 
 
 TIME_PARAMETERS = (
@@ -446,7 +447,10 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
         return list(members), {}, {}, {}
     shipped = {name: task.constants.efficiencies.get(name, efficiencies()[name]) for name in task.free}
     free = {name: (record, without_factor(record)) for name, record in shipped.items()}
-    shared = [p for p in TIME_PARAMETERS if len(estimates) >= p.fewest_runs and _decides(p.name, task.stack, rows)]
+    # Of a record whose times nobody measured, the values of a stack that loses nothing, the priors know more.
+    anew = task.anew or not (_TIMES in task.stack.source or task.stack.mean_of)
+    enough = [p for p in TIME_PARAMETERS if not anew or len(estimates) >= p.fewest_runs]
+    shared = [p for p in enough if _decides(p.name, task.stack, rows)]
     own = [p for p in shared if p.name in OF_KERNELS]
 
     def constants(logarithms: Any) -> tuple[list[Stack], dict[Efficiency, Efficiency]]:
@@ -481,8 +485,6 @@ def _fit_times(task: Task, rows: Sequence[Modelled]) -> tuple[list[Stack], Mappi
     # All runs of a source together count as the root of their number, so that one of many does not silence the others.
     counts = Counter(source for _, _, _, source, _ in estimates)
     weights = np.array([(len(estimates) / counts[source] / len(counts)) ** 0.25 for _, _, _, source, _ in estimates])
-    # Of a record whose times nobody measured, the values of a stack that loses nothing, the priors know more.
-    anew = task.anew or not (_TIMES in task.stack.source or task.stack.mean_of)
     of_variants = [
         p if anew else p.near(getattr(variant, p.name) / (getattr(task.stack, p.name) or math.inf), len(estimates))
         for variant in task.variants

@@ -300,6 +300,15 @@ def test_means_follow_their_stacks_until_runs_tell_of_them(monkeypatch: pytest.M
     assert (own.matmul_scale, own.mean_of) == (0.5, "")
 
 
+def test_what_takes_many_runs_to_tell_moves_half_as_far_by_few() -> None:
+    parameter = fitting.Parameter("ring_step_s", 1e-6, 1e-8, 1e-2, 4.0, (), 50)
+    # The record has none of it, so that the prior has its own middle.
+    assert [parameter.near(0.0, runs) for runs in (49, 50)] == [replace(parameter, width=2.0), parameter]
+    few, many = (parameter.near(3e-6, runs) for runs in (RECORD_RUNS, 54 * RECORD_RUNS))
+    assert (few.middle, few.width) == (3e-6, pytest.approx(2.0 * math.sqrt(1 / 2)))
+    assert (many.middle, many.width) == (3e-6, pytest.approx(4.0 * math.sqrt(54 / 55)))
+
+
 def test_a_few_own_runs_move_a_record_less_than_they_decide_one_anew() -> None:
     record = replace(USUAL, matmul_scale=0.8, step_s=20e-3, activation_scale=1.2, source="fitted on times of 40 runs")
     shapes = SHAPES[2:4]
