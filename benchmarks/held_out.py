@@ -59,7 +59,8 @@ def fitted(by: str, folder: Path) -> Mapping[str, Any]:
         files = ["--out", str(folder / f"{by}.yaml"), "--json", str(told), "--plot", str(folder / f"{by}.png")]
         drawn = ["--holdout", str(FITS[by]), "--holdout-by", by, "--seed", "0"]
         command = [sys.executable, "-m", "experiments", "validate", "--fit", *drawn, *files]
-        subprocess.run(command, check=True, cwd=HERE.parent, stdout=subprocess.DEVNULL)
+        if code := subprocess.run(command, cwd=HERE.parent, stdout=subprocess.DEVNULL).returncode:
+            sys.exit(f"held_out.py: the fit held out by {by} ended with exit code {code}; those before it are kept in {folder}")
     found: Mapping[str, Any] = json.loads(told.read_text())
     return found
 
@@ -125,24 +126,34 @@ def _text(rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _around(path: Path) -> tuple[str, str] | None:
+    """What stands before and after the marks in a file, or None where they are not there."""
+    before, begin, rest = read_text(path).partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return (before, after) if begin and end else None
+
+
 def main() -> None:
     """Nothing; see the head of the file."""
     parser = argparse.ArgumentParser(description="By how much runs are missed that no fit saw.")
     parser.add_argument("--fits", type=Path, default=HERE.parent / "results" / "held-out", help="folder of the fits")
     parser.add_argument("--markdown", type=Path, help="a file with marks between which the table of errors goes")
     asked = parser.parse_args()
-    fits = {by: fitted(by, asked.fits) for by in FITS}
+    around = None if asked.markdown is None else _around(asked.markdown)
+    if asked.markdown is not None and around is None:
+        parser.error(f"--markdown: {asked.markdown} has no lines {BEGIN!r} and {END!r} for the table to go between")
+    try:
+        fits = {by: fitted(by, asked.fits) for by in FITS}
+    except KeyboardInterrupt:
+        sys.exit(130)  # the fit has told it
     errors = errors_table(fits)
     drawn = ", ".join(f"{share:g} by {by}" for by, share in FITS.items())
     head = f"Absolute errors of times of runs that a fit has not seen (validate --fit --seed 0; held out {drawn})\n{machine()}\n"
     text = "\n".join((head, _text(errors), _text(others(fits))))
     print(text, end="")
     write_file(HERE / "results" / "held-out.txt", text)
-    if asked.markdown is not None:
-        before, begin, rest = read_text(asked.markdown).partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            parser.error(f"--markdown: {asked.markdown} has no lines {BEGIN!r} and {END!r} for the table to go between")
+    if around is not None:
+        before, after = around
         write_file(asked.markdown, f"{before}{BEGIN}\n\n{cells_markdown('', errors)}\n{END}{after}")
 
 
